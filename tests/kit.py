@@ -21,6 +21,7 @@ from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.packets import PACKET
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
+from zeroshard.step import control
 from zeroshard.testing import run_ranks
 
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
@@ -125,7 +126,7 @@ def is_uncounted(num_bytes: int) -> bool:
     """Whether a storage of so many bytes, created by the caller now, need not be counted: it is small, or it belongs to
     the control exchange of a step, whose size depends neither on the model nor on the number of ranks."""
     frame = sys._getframe(1) if SMALL < num_bytes <= 8 * PACKET else None
-    while frame is not None and frame.f_code.co_name != "exchange_control":
+    while frame is not None and frame.f_code.co_filename != control.__file__:
         frame = frame.f_back
     return num_bytes <= SMALL or frame is not None
 

@@ -21,17 +21,19 @@ from zeroshard.model.right_call import expect_class, expect_handle, expect_insta
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
+from zeroshard.step.clip_by_norm import clip_by_norm
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
 from zeroshard.step.joined import JoinedOptimizer
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import Classes, ParamGroups, defaults_of
-from zeroshard.step.stepper import FullState, Stepper
+from zeroshard.step.stepper import FullState, Stepper, Update
 from zeroshard.step.steppers import Steppers
 from zeroshard.step.torch_optimizer import TorchOptimizer
 from zeroshard.step.uneven_inputs import UnevenInputs
 from zeroshard.step_result import StepResult as StepResult
+from zeroshard.storage.unit import Unit
 
 
 class ShardedOptimizer(TorchOptimizer):
@@ -192,7 +194,8 @@ class ShardedOptimizer(TorchOptimizer):
         """Make the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
 
         Returns:
-            The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients.
+            The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients. On the device if the step goes
+            ahead of the host (`step/ahead.py`): reading it waits, and errors of other ranks are raised by `step`.
 
         Raises:
             ValueError: `max_norm` is not positive.
@@ -201,12 +204,8 @@ class ShardedOptimizer(TorchOptimizer):
         if not max_norm > 0:
             raise InvalidValue(f"max_norm must be positive, found {max_norm}")
         self.clipping.asked = float(max_norm), float(norm_type)
-        control = self.agree(float(norm_type))
-        norm = control.norm * self.agreement.mean_factor(control)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
-        self.clipping.limit(norm, max_norm)
-        return torch.tensor(norm, dtype=torch.float64)
+        self._ask(float(norm_type))
+        return clip_by_norm(self.agreement, self.clipping, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Make the next step clamp every element of the mean gradient to [-clip_value, clip_value]. All ranks must call
@@ -241,29 +240,37 @@ class ShardedOptimizer(TorchOptimizer):
                 loss = closure()
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
-        control = self.agree(arguments=arguments)
+        self._ask(arguments=arguments)
+        if verdict := self.agreement.verdict():  # 2 goes ahead of the answer
+            self.engine.pool.rest()
+            self._update(self.agreement.ahead.active, verdict.update(self.clipping), arguments)
+            self.agreement.went_ahead()
+        control = self.agreement.answer()
         self.engine.pool.rest()
         if control.is_idle:
             self._discard_gradients()
             return StepResult(False, 0.0, control.group_norms, loss=loss)
         self.scaling.expect_scaled()
         mean = self.agreement.mean_factor(control)
-        norms = tuple(norm * mean for norm in control.group_norms)
-        scale = self.engine.ledger.scale
+        norms, scale = tuple(norm * mean for norm in control.group_norms), self.engine.ledger.scale
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
-            self.engine.reducer.use_idle_buckets()
-            with self.agreement.updating():
-                update, active = self.clipping.update(mean), self.agreement.active(control)
-                self._state.steppers.step(self.param_groups, active, update, arguments)
+            if not self.agreement.is_updated:
+                self._update(self.agreement.active(control), self.clipping.update(mean), arguments)
+            self.agreement.learn(control)
         else:
-            rank = self.engine.collectives.mesh.world.rank
-            tell(rank, "a step is skipped: gradient norm %s, loss scale %s", control.norm * mean, scale)
+            norm, rank = control.norm * mean, self.engine.collectives.mesh.world.rank
+            tell(rank, "a step is skipped: gradient norm %s, loss scale %s", norm, scale)
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
+
+    def _update(self, active: dict[Unit, list[bool]], update: Update, arguments: Mapping[str, Any]) -> None:
+        self.engine.reducer.use_idle_buckets()
+        with self.agreement.updating():
+            self._state.steppers.step(self.param_groups, active, update, dict(arguments))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
@@ -282,23 +289,22 @@ class ShardedOptimizer(TorchOptimizer):
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
-        """How many elements of the reduced gradient are exactly zero, over all ranks (frozen parameters have none).
-        Collective; call it between backward and step."""
+        """Elements of the reduced gradient, before `step`, that are exactly zero, over all ranks. Collective."""
         return self.agreement.count_zero_gradients()
 
-    @phase("step: agree")
-    def agree(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> Control:
-        """The control exchange, with which `clip_grad_norm_` and `step` begin. Collective.
+    def agree(self, norm_type: float | None = None) -> Control:
+        """The control exchange of `clip_grad_norm_` and `step` (`Agreement.answer`). Collective."""
+        self._ask(norm_type)
+        return self.agreement.answer()
 
-        Raises:
-            RuntimeError, ValueError: see `Agreement.control`.
-        """
+    @phase("step: agree")
+    def _ask(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> None:
         if not self.agreement.follows:
             self.groups.expect_unchanged()
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven_inputs.announce(self.joined(), norm_type, arguments or {})
-        return self.agreement.control(self.clipping, dict(arguments or {}), norm_type)
+        self.agreement.ask(self.clipping, dict(arguments or {}), norm_type)
 
     # Param groups ------------------------------------------------------------------------------------------------
 
@@ -347,7 +353,7 @@ class ShardedOptimizer(TorchOptimizer):
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
         if self.engine.untaken and any(handle_of(parameter) is None for parameter in self.groups.parameters()):
-            self.engine.check_open("use the optimizer")
+            self.engine.check_open("optimizer.step")
             if self.engine.take_newcomers(self.groups.parameters()):
                 self.rebuild()
 

@@ -97,7 +97,7 @@ def shard(
     expect_module(model)
     modules = modules_of(model)
     collectives = Collectives(Mesh.of(mesh, device_of(parameters_in(modules))), CommLog())
-    collectives.expect_grid()
+    collectives.mesh.expect_grid(collectives.exchange_objects)
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
     chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)

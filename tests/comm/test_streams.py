@@ -23,6 +23,8 @@ from zeroshard.comm import native_transport
 from zeroshard.comm.pending import Pending
 from zeroshard.planning import dry_run
 from zeroshard.precision import MixedPrecision
+from zeroshard.step import ahead
+from zeroshard.step.agreement import Agreement
 from zeroshard.storage.weights import Weights
 
 PRECISIONS: dict[str, Any] = {
@@ -49,6 +51,7 @@ def train(
     follow: str = "weights",
     side: Callable[..., Any] = Side,
     steps: int = 2,
+    fused: bool | None = None,
 ) -> Streams:
     """Some steps with all that surrounds them, as one rank in a dry run.
 
@@ -65,7 +68,9 @@ def train(
             model.blocks[1].up.requires_grad_(False)
         handle = zeroshard.shard(model, plan, units=Block, precision=PRECISIONS[precision], mesh=device_mesh)
         handle.engine.collectives.beside = side(streams) if chained else None
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0)
+        optimizer = zeroshard.ShardedOptimizer(
+            handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0, fused=fused
+        )
         for step in range(steps):
             with handle.no_sync():
                 optimizer.backward(loss_of_tokens(model, 1, 0, step))
@@ -140,6 +145,32 @@ def test_each_wait_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> 
                 dropped = drop_waits(patch, text)
                 races = train(plan, precision, mesh, False, chained, steps=1).races
             assert dropped and races, (plan, precision, text, dropped[:1])
+
+    alone(check)
+
+
+def test_an_update_ahead_of_the_host_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a sum that is used before it has arrived is found."""
+    took_effect: list[bool] = []
+    is_updated = Agreement.is_updated.fget
+    assert is_updated is not None
+
+    def noted(self: Agreement) -> bool:
+        took_effect.append(is_updated(self))
+        return took_effect[-1]
+
+    def check() -> None:
+        monkeypatch.setattr(ahead, "has_queue", lambda device: True)
+        monkeypatch.setattr(Agreement, "is_updated", property(noted))
+        for case in grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True), FOLLOWS)[::3]:
+            took_effect.clear()
+            streams = train(*case, steps=4, fused=True)
+            assert not streams.races, (case, streams.races[:3])
+            assert took_effect[:5] == [False, False, True, True, True], case
+        with monkeypatch.context() as patch:
+            dropped = drop_waits(patch, "exchange")
+            races = train(PLANS[1], "fp32", (3, 1), False, False, steps=4, fused=True).races
+        assert dropped and any("aten" in race for race in races)
 
     alone(check)
 

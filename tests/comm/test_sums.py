@@ -23,6 +23,8 @@ from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.settings import SettingsReport
 from zeroshard.step import control
+from zeroshard.step.ahead import Verdict
+from zeroshard.step.clipping import Clipping
 from zeroshard.step.gradient_norms import norms_of_pieces
 from zeroshard.testing import run_ranks
 
@@ -97,12 +99,13 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     is the first of these waits.)"""
     device, waits = torch.device("meta"), []
 
-    def to_host(numbers: Tensor) -> Tensor:
-        waits.append(numbers.shape)
-        return torch.zeros(numbers.shape, dtype=numbers.dtype)
+    class Waited(SimpleNamespace):
+        def wait(self) -> Tensor:
+            waits.append(self.on_device.shape)
+            return torch.zeros(self.on_device.shape, dtype=self.on_device.dtype)
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr("zeroshard.comm.collectives.to_host", to_host)
+    monkeypatch.setattr("zeroshard.comm.collectives.Reading", lambda numbers: Waited(on_device=numbers))
     pieces = [(0, torch.ones(5000, device=device)), (1, torch.ones(7, device=device))]
     norms, groups = norms_of_pieces(pieces, 2.0)
     with pytest.raises(RuntimeError, match="meta tensors"):
@@ -121,7 +124,13 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     add_up = lambda axis, numbers: SimpleNamespace(at_place=lambda at, flight: pending)  # noqa: E731
     transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
     collectives.transport = SimpleNamespace(fallback=transport)
-    assert collectives.add_up(row, control.CONTROL).shape == row.shape
+    sums = collectives.begin_sum(row, control.CONTROL)
+    for weight in (None, 2.0):  # what a device concludes before
+        Verdict(control.Question(sums.on_device, sums.read), weight, 1.0, 2, 3).update(
+            Clipping(1.0, 1.0, (1.0, 2.0), awaits_norm=True)
+        )
+    assert waits == []
+    assert sums.read().shape == row.shape
     assert waits == [(PACKET,)]
     assert [event.bytes for event in collectives.log.entries] == [2 * 8 * PACKET]
 

@@ -23,6 +23,7 @@ from tests.gpu.jobs import Matrices
 from tests.gpu.worlds import Lone, exchanging_alone, on_own_devices, one_rank
 from tests.kit import DEVICE, PLANS, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.packets import Reading
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration, Workload
 from zeroshard.train import model as gpt
@@ -83,17 +84,22 @@ def _only_reads(storages: set[int]) -> Iterator[None]:
 def no_waits(device: str) -> Iterator[list[str]]:
     """Inside, an operation for which the host waits for the GPU raises, except in the exchanges of sums among all
     ranks: these are listed."""
-    add_up, exchanges, told = Collectives._sum, [], set[int]()
+    start_sum, read, exchanges, told = Collectives._start_sum, Collectives._read, [], set[int]()
 
-    def counted(self: Collectives, numbers: Tensor, at: Any) -> Tensor:
+    def start(self: Collectives, numbers: Tensor, at: Any) -> Reading:
+        with _waits_are("default", device):  # gloo, with which the tests sum, waits
+            return start_sum(self, numbers, at)
+
+    def counted(self: Collectives, numbers: Reading, at: Any) -> Tensor:
         exchanges.append(at.text)
         with _waits_are("default", device):
-            sums = add_up(self, numbers, at)
+            sums = read(self, numbers, at)
         told.add(sums.untyped_storage().data_ptr())  # they are on the host
         return sums
 
     reads = _only_reads(told) if device == "cpu" else nullcontext()
-    with patch.object(Collectives, "_sum", counted), _waits_are("error", device), reads:
+    starting, counting = patch.object(Collectives, "_start_sum", start), patch.object(Collectives, "_read", counted)
+    with starting, counting, _waits_are("error", device), reads:
         yield exchanges
 
 

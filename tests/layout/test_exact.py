@@ -65,6 +65,41 @@ def test_any_order_and_any_tree_have_the_same_bits() -> None:
     assert [exact.rounded(of_place) for of_place in once.tolist()] == expected
 
 
+def in_one_sum(values: list[float]) -> Tensor:
+    return exact.add_exactly(torch.tensor(values, dtype=torch.float64), torch.zeros(len(values), dtype=torch.int64), 1)[
+        0
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.floats(0, 2.0**1000, allow_subnormal=False), max_size=12), st.integers(1, 2**29))
+def test_a_device_finds_the_bits_of_the_host(values: list[float], times: int) -> None:
+    """And the exact sum, up to a few units in the last place. (`times`: so many ranks bring the same.)"""
+    sums = in_one_sum(values) * times
+    found = exact.nearly(sums.tolist())
+    assert exact.nearly_on_device(sums).item() == found
+    assert found == pytest.approx(exact.rounded(sums.tolist()), rel=1e-15, abs=1e-300)
+    folded = exact.folded(values)
+    assert exact.folded_on_device(torch.tensor(values, dtype=torch.float64)).item() == folded
+    assert folded == pytest.approx(math.fsum(values), rel=1e-15)
+
+
+def test_a_device_sees_what_is_not_finite() -> None:
+    for bad in (math.nan, math.inf):
+        sums = in_one_sum([1.0, bad])
+        assert math.isnan(exact.nearly(sums.tolist())) and exact.nearly_on_device(sums).isnan()
+        assert not math.isfinite(exact.folded([1.0, bad, 2.0]))
+    for whole in (0.0, 1.0, 3.0, 2.0**53 - 1, 12345.0):
+        assert exact.nearly(in_one_sum([whole, whole]).tolist()) == 2 * whole, "weights are numbers of tokens, mostly"
+
+
+def test_the_bits_of_a_device_need_one_order() -> None:
+    """The control: `sum` of the same numbers has other bits now and then."""
+    chosen = random.Random(0)
+    values = [[chosen.random() for _ in range(9)] for _ in range(20)]
+    assert any(exact.folded(some) != sum(some) for some in values)
+
+
 def test_as_many_as_there_can_be() -> None:
     """Sums of 2^30 numbers do not overflow a limb, wherever in it their bits lie."""
     limbs = torch.stack([exact.add_exactly(torch.tensor([x]), torch.tensor([0]), 1)[0] for x in LONGEST])

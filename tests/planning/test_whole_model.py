@@ -199,7 +199,13 @@ def run_cases(check: Callable[[Measured, Configuration], None], cases: Any) -> N
 
 def uncounted(patch: pytest.MonkeyPatch) -> None:
     """Control exchanges and samples, which would be seen beside so small a model."""
-    for owner, name in ((Collectives, "add_up"), (Collectives, "exchange_objects"), (Samples, "__init__")):
+    for owner, name in (
+        (Collectives, "begin_sum"),
+        (Collectives, "_read"),
+        (Collectives, "exchange_objects"),
+        (Samples, "__init__"),
+        (Samples, "take"),
+    ):
         patch.setattr(owner, name, unseen(getattr(owner, name)))
 
 

@@ -46,7 +46,7 @@ def calls(folder: Path, model: nn.Module, handle: Any, optimizer: Any) -> dict[s
     return {
         "forward": lambda: model(torch.ones(2, 3)),
         "backward": lambda: optimizer.backward(loss),
-        "use the optimizer": optimizer.step,
+        "optimizer.step": optimizer.step,
         "build an optimizer": lambda: zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1),
         "state": lambda: optimizer.state,
         "state_dict": optimizer.state_dict,

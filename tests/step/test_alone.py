@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 
@@ -36,8 +37,8 @@ def both_controls(rank: int) -> list[tuple[control.Control, control.Control]]:
         flags = torch.tensor([False, True]) if len(found) % 2 else None
         weight = bad if bad is not None and len(found) % 5 == 0 else 0.1 * len(found)
         own = control.Contribution(status, weight, control.Norms(norms, groups, 4, kind), present, flags)
-        alone = control.exchange_control(collectives, own, SettingsReport(), None)
-        found.append((alone, control._of_all(collectives, own, SettingsReport(), None)))
+        alone = control.ask(collectives, own, SettingsReport(), None).answer()
+        found.append((alone, control._ask_all(collectives, own, SettingsReport(), None).answer()))
     return found
 
 
@@ -45,7 +46,12 @@ def test_a_single_rank_agrees_on_what_an_exchange_finds() -> None:
     (found,) = run_ranks(both_controls, 1)
     assert len(found) == 4 * len(control.Status) * (1 + len(BAD))
     for alone, exchanged in found:
-        assert repr(alone) == repr(exchanged), "repr, as a NaN is equal to no NaN"
+        exact = [dataclasses.replace(one, norm_to_clip=None) for one in (alone, exchanged)]
+        assert repr(exact[0]) == repr(exact[1]), "repr, as a NaN is equal to no NaN"
+        assert (alone.norm_to_clip is None) == (alone.norm_type != 2)
+        if alone.finite and alone.norm_to_clip is not None:
+            assert alone.norm_to_clip == pytest.approx(alone.norm, rel=1e-15)
+            assert exchanged.norm_to_clip == pytest.approx(alone.norm, rel=1e-15)
     assert {alone.finite for alone, _ in found} == {True, False}
 
 
@@ -61,7 +67,7 @@ def train(rank: int, plan: Plan) -> None:
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, momentum=0.9)
     plain_optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("reduce_scatter", "add_up", "exchange_objects"):
+        for name in ("reduce_scatter", "begin_sum", "exchange_objects"):
             patched.setattr(Collectives, name, forbidden)
         for step in range(4):
             optimizer.zero_grad()

@@ -32,6 +32,12 @@ def as_terms(numbers: Tensor) -> Tensor:
     return torch.cat([told.unsqueeze(1), words, words * words], 1)
 
 
+def differ(sums: Tensor) -> Tensor:
+    """As `are_alike`, negated, on the device: 0-d bool, whether any of several numbers differs. `sums`: [n, WIDTH]."""
+    count, words, squares = sums[:, :1], sums[:, 1 : 1 + _WORDS], sums[:, 1 + _WORDS :]
+    return torch.any(count * squares != words * words)
+
+
 def are_alike(sums: Sequence[int]) -> bool:
     """Whether all ranks that take part in the comparison have the same number.
 

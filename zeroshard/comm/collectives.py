@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.comm.alike import are_alike, as_terms
 from zeroshard.comm.chain import Beside, Chain, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
-from zeroshard.comm.mesh import Axis, Mesh, problem_of
+from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.messages import Messages, label
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.orders import Voice
@@ -31,6 +31,8 @@ from zeroshard.comm.packets import (
     ROOM,
     ROOM_BYTES,
     Elsewhere,
+    Reading,
+    Unread,
     differences,
     head_of,
     is_one_place,
@@ -50,7 +52,6 @@ from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
-from zeroshard.errors import InvalidValue
 from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
@@ -257,13 +258,23 @@ class Collectives:
             Elsewhere: on all ranks, if the ranks are in different exchanges.
             Uneven: on all ranks, if they are in the same exchange with rows of different lengths.
         """
-        at = self._begin_exchange(what)
-        sums = self._meet(what, numbers.nbytes, numbers[:ROOM], at)
-        return sums if numbers.numel() <= ROOM else torch.cat([sums, self._sum(numbers[ROOM:].clone(), at)])
+        return self.begin_sum(numbers, what).read()
 
-    def add_up_alone(self, numbers: Tensor, what: str) -> Tensor:
-        """`add_up` of a single rank, also of other dtypes: its numbers on the host."""
-        return self._sum(numbers, self._begin("exchange", self.mesh.world, what))
+    def begin_sum(self, numbers: Tensor, what: str) -> Unread:
+        """Begin `add_up`. The host waits for the device when it reads the sums; the device may use them before."""
+        at = self._begin_exchange(what)
+        reading = self._start_sum(pack(what, numbers.nbytes, numbers[:ROOM]), at)
+
+        def read() -> Tensor:
+            sums, rest = self._met(what, numbers.nbytes, reading, at)[: numbers.numel()], numbers[ROOM:]
+            return torch.cat([sums, self._read(self._start_sum(rest.clone(), at), at)]) if rest.numel() else sums
+
+        return Unread(reading.on_device, read)
+
+    def begin_alone(self, numbers: Tensor, what: str) -> Unread:
+        """As `begin_sum`, of a single rank, also of other dtypes: its own numbers."""
+        at, reading = self._begin("exchange", self.mesh.world, what), Reading(numbers)
+        return Unread(numbers, lambda: self._read(reading, at))
 
     def are_alike(self, value: Any, what: str = SOME_EXCHANGE) -> bool:
         """Whether all ranks have the same JSON-able value, by a sum of digests over the ranks. `what`: as above."""
@@ -282,13 +293,13 @@ class Collectives:
         """
         at = self._begin_exchange(what)
         data = row.detach().contiguous().view(torch.uint8)
-        self._meet(what, data.numel(), self._nothing, at)
+        self._meet(what, data.numel(), at)
         return self._from_all(data, at).view(row.dtype)
 
     def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
         """A JSON-able value of every rank of the mesh, in rank order, on all of them. `what`: as above."""
         at = self._begin_exchange(what)
-        self._meet(what, 0, self._nothing, at)
+        self._meet(what, 0, at)
         text = json.dumps(value).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8)
@@ -303,28 +314,29 @@ class Collectives:
             rows = torch.cat([rows, to_host(self._from_all(to_device(rest, self.device), at))], 1)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
-    @property
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.device)
-
     def _begin_exchange(self, what: str) -> Wait:
         self._expect_followed(what)
         return self._begin("exchange", self.mesh.world, what)
 
-    def _meet(self, what: str, num_bytes: int, numbers: Tensor, at: Wait) -> Tensor:
-        """The sums of some numbers. Raises if the ranks are not in the same exchange."""
-        # Every exchange begins with one packet of the same size. So the sum below always completes, and a rank that is
-        # in another exchange is found before bytes of two different exchanges are mixed.
-        sums = self._sum(pack(what, num_bytes, numbers), at)
+    def _meet(self, what: str, num_bytes: int, at: Wait) -> None:
+        """Raises if the ranks are not in the same exchange."""
+        # Every exchange begins with one packet of the same size. So its sum always completes, and a rank that is in
+        # another exchange is found before bytes of two different exchanges are mixed.
+        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._met(what, num_bytes, self._start_sum(pack(what, num_bytes, nothing), at), at)
+
+    def _met(self, what: str, num_bytes: int, packet: Reading, at: Wait) -> Tensor:
+        """The sums of the numbers in a packet, [ROOM]. Raises if the ranks are not in the same exchange."""
+        sums = self._read(packet, at)
         if not is_one_place(sums):
             heads = self._from_all(to_device(head_of(what, num_bytes), self.device), at)
             problem = differences(to_host(heads), self.mesh.world.ranks)
             self.messages.failed |= isinstance(problem, Elsewhere)  # the ranks no longer expect the same messages
             raise problem
-        return sums[PACKET - ROOM :][: numbers.numel()]
+        return sums[PACKET - ROOM :]
 
-    def _sum(self, numbers: Tensor, at: Wait) -> Tensor:
-        """Sums over all ranks, on the host. Overwrites `numbers`."""
+    def _start_sum(self, numbers: Tensor, at: Wait) -> Reading:
+        """Start to sum over all ranks. Overwrites `numbers`."""
         world, transport = self.mesh.world, self.transport.fallback
         if world.size > 1:
             sent = transport.sent_to_add_up(numbers.nbytes, world.size)
@@ -332,13 +344,11 @@ class Collectives:
             with profiled("exchange", "control"):
                 pending = transport.add_up(world, numbers).at_place(at, flight)
             pending.wait()
-        # `wait()` of NCCL work returns at once; the host blocks in `to_host`. Outside of `waiting`, the watch would not
-        # see that this rank waits.
-        with HERE.waiting(at), self._waiting_for_device():
-            return to_host(numbers).mul_(self.mesh.stands_for)
+        return Reading(numbers if self.mesh.stands_for == 1 else numbers.mul_(self.mesh.stands_for))
 
-    def _waiting_for_device(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.device.type == "cpu" else span("device", kind="wait")
+    def _read(self, numbers: Reading, at: Wait) -> Tensor:
+        with _waiting(at, self.device):
+            return numbers.wait()
 
     def _from_all(self, data: Tensor, at: Wait) -> Tensor:
         """uint8 [n] of every rank, as [world, n]."""
@@ -354,7 +364,7 @@ class Collectives:
                 pending = self.transport.fallback.gather(gather).at_place(at, flight)
             pending.wait()
         if self.device.type != "cpu":
-            with HERE.waiting(at), self._waiting_for_device():
+            with _waiting(at, self.device):
                 torch.accelerator.current_stream(self.device).synchronize()
         return rows
 
@@ -384,17 +394,6 @@ class Collectives:
         key = f"{kind} {self._name}"
         return Wait(key, HERE.begin(key), axis.ranks, text)
 
-    def expect_grid(self) -> None:
-        """Check that shard groups and replicate groups fit together. Collective.
-
-        Raises:
-            ValueError: the groups list their ranks in different orders.
-        """
-        if self.mesh.replicate.size > 1:
-            problem = problem_of(dict(self.exchange_objects(self.mesh.place())))
-            if problem:
-                raise InvalidValue(f"mesh: {problem}")
-
     def meet_at(self, point: str) -> None:
         """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
         and collectives are announced (gloo), that rank raises at once, and the ranks here when they hear of its
@@ -409,6 +408,13 @@ class Collectives:
     def _log_gather(self, op: str, gather: Gather, unit: str, phase: str) -> Flight:
         num_bytes = gather.portions.sent_to_gather(gather.axis.rank) * gather.full.element_size()
         return self.log.start(op, unit, phase, num_bytes, common=gather.num_bytes, kind=gather.kind)
+
+
+@contextmanager
+def _waiting(at: Wait, device: torch.device) -> Iterator[None]:
+    # `wait()` of NCCL work returns at once; the host waits for the device inside of this block. The watch must see it.
+    with HERE.waiting(at), nullcontext() if device.type == "cpu" else span("device", kind="wait"):
+        yield
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -253,6 +253,20 @@ class Mesh:
         shard, replicate = both_ways(self.shard), both_ways(self.replicate)
         world = shard if self.world is self.shard else self.world  # of its own: only control messages
         return replace(self, shard=shard, replicate=replicate, world=world, reduce=shard)
+
+    def expect_grid(self, exchange_objects: Callable[[Any], list[Any]]) -> None:
+        """Check that shard groups and replicate groups fit together. Collective.
+
+        Args:
+            exchange_objects: returns the value of every rank.
+
+        Raises:
+            ValueError: the groups list their ranks in different orders.
+        """
+        if self.replicate.size > 1:
+            problem = problem_of(dict(exchange_objects(self.place())))
+            if problem:
+                raise InvalidValue(f"mesh: {problem}")
 
     def release(self) -> None:
         """Give the groups that were made for this mesh to the next one. All ranks call it at the same point of the

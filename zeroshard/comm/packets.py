@@ -12,6 +12,8 @@ the ranks send each other their heads, for the error message:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -55,6 +57,11 @@ def is_one_place(sums: Tensor) -> bool:
     return are_alike(sums[:WIDTH].tolist())
 
 
+def numbers_in(sums: Tensor, count: int) -> Tensor:
+    """The sums of the numbers, [count], in a sum of packets."""
+    return sums[WIDTH : WIDTH + count]
+
+
 def packet_sizes(num_numbers: int) -> list[int]:
     """Bytes of each message in a sum of `num_numbers` numbers."""
     return [8 * PACKET, *([8 * (num_numbers - ROOM)] if num_numbers > ROOM else [])]
@@ -70,14 +77,45 @@ def to_device(on_host: Tensor, device: torch.device) -> Tensor:
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
 
 
+class Reading:
+    """Numbers on their way from the device to the host. What is queued after this object was made, `wait` does not wait
+    for.
+
+    Attributes:
+        on_device: the numbers; they must not be overwritten.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.on_device = self._copy = numbers
+        self._copied: torch.Event | None = None
+        if numbers.device.type != "cpu":
+            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._copy.copy_(numbers, non_blocking=True)
+            self._copied = torch.accelerator.current_stream(numbers.device).record_event()
+
+    def wait(self) -> Tensor:
+        """The numbers on the host; on a CPU, the tensor itself."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._copy
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Sums over all ranks, before the host has read them.
+
+    Attributes:
+        on_device: the sum of the packets (`numbers_in`); of a single rank, its numbers.
+        read: returns the sums of the numbers on the host, and raises what `Collectives.add_up` raises.
+    """
+
+    on_device: Tensor
+    read: Callable[[], Tensor]
+
+
 def to_host(numbers: Tensor) -> Tensor:
     """A copy on the host, for which the host waits; on a CPU, the tensor itself."""
-    if numbers.device.type == "cpu":
-        return numbers
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    copy.copy_(numbers, non_blocking=True)
-    torch.accelerator.current_stream(numbers.device).record_event().synchronize()
-    return copy
+    return Reading(numbers).wait()
 
 
 def head_of(what: str, num_bytes: int) -> Tensor:

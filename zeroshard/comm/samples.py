@@ -78,6 +78,9 @@ class Samples:
         """Drop the samples: they have been compared."""
         self._rows.zero_()
         self._taken.clear()
+
+    def compared(self) -> None:
+        """The samples are equal on all ranks."""
         self.turn += 1
 
 

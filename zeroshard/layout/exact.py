@@ -69,3 +69,62 @@ def rounded(limbs: Sequence[int]) -> float:
         return total / (1 << _LEAST)
     except OverflowError:
         return float("inf") if total > 0 else float("-inf")
+
+
+# The same number on the host and on a device. `rounded` needs integers of any length, which a device has not. These
+# functions need a few additions of float64, in a fixed order, and each number that they multiply by is a power of 2.
+
+_PARTS, _LEVELS = 4, 5
+_PER_PART = LIMBS // _PARTS
+_WEIGHTS = [_BITS * _PER_PART * part - _LEAST for part in range(_PARTS)]
+
+
+def nearly(limbs: Sequence[int]) -> float:
+    """As `rounded`, of an exact sum of numbers that are not negative, up to a few units in the last place."""
+    if limbs[LIMBS]:
+        return math.nan
+    parts = []
+    for start in range(0, LIMBS, _PER_PART):
+        values = [*map(float, limbs[start : start + _PER_PART]), *[0.0] * (2**_LEVELS - _PER_PART)]
+        for level in range(_LEVELS):
+            factor = 2.0 ** (_BITS << level)
+            values = [low + high * factor for low, high in zip(values[::2], values[1::2], strict=True)]
+        parts += values
+    total = parts[0] * 2.0 ** (_WEIGHTS[0] // 2) * 2.0 ** (_WEIGHTS[0] // 2)
+    for part, weight in zip(parts[1:], _WEIGHTS[1:], strict=True):
+        total += part * 2.0**weight
+    return total
+
+
+def nearly_on_device(sums: Tensor) -> Tensor:
+    """As `nearly`, with the same bits: 0-d float64, for `sums` [WIDTH]. The host does not wait for the device."""
+    parts = sums[:LIMBS].to(torch.float64).view(_PARTS, _PER_PART)
+    values = torch.nn.functional.pad(parts, (0, 2**_LEVELS - _PER_PART))
+    for level in range(_LEVELS):
+        values = torch.add(values[:, ::2], values[:, 1::2], alpha=2.0 ** (_BITS << level))
+    total = values[0, 0] * 2.0 ** (_WEIGHTS[0] // 2) * 2.0 ** (_WEIGHTS[0] // 2)
+    for part, weight in zip(values[1:, 0].unbind(), _WEIGHTS[1:], strict=True):
+        total = torch.add(total, part, alpha=2.0**weight)
+    return torch.where(sums[LIMBS] != 0, math.nan, total)
+
+
+def folded(values: Sequence[float]) -> float:
+    """The sum of some numbers, by adding the upper half of them to the lower half."""
+    found = [*values, *[0.0] * (_power_of_2(len(values)) - len(values))]
+    while len(found) > 1:
+        half = len(found) // 2
+        found = [low + high for low, high in zip(found[:half], found[half:], strict=True)]
+    return found[0]
+
+
+def folded_on_device(values: Tensor) -> Tensor:
+    """As `folded`, with the same bits: 0-d, for `values` [n] float64. The host does not wait for the device."""
+    found = torch.nn.functional.pad(values, (0, _power_of_2(values.numel()) - values.numel()))
+    while found.numel() > 1:
+        found = found[: found.numel() // 2] + found[found.numel() // 2 :]
+    return found[0]
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest one that is not below `number`, and not below 1."""
+    return 1 << max(0, number - 1).bit_length()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
+from zeroshard.step.ahead import Ahead, Verdict
 from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import (
@@ -24,8 +26,9 @@ from zeroshard.step.control import (
     Contribution,
     Control,
     Norms,
+    Question,
     Status,
-    exchange_control,
+    ask,
     exchange_norms,
 )
 from zeroshard.step.gradient_norms import norms_of_pieces
@@ -38,6 +41,42 @@ from zeroshard.storage.unit import Unit
 NonFinite = Literal["raise", "skip", "ignore"]
 
 
+ByHand = dict[tuple[int, int], Tensor]
+"""(index of the unit, slot) -> this rank's gradient, which the user's code has set."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A control exchange that has begun, on this rank.
+
+    Attributes:
+        version: of the gradients.
+        settings: that are compared; None: this rank is a follower.
+        status: of this rank, as told to the others.
+        flags: which slots have gradients on this rank.
+        gradients: (param group, gradient) of the own shard.
+        verdict: what the device concludes, if the step goes ahead.
+        is_ahead: whether the update has been queued before the answer.
+        control: the answer, once it has come.
+        later: the settings of further calls before the step.
+        then: functions that are called with the answer.
+    """
+
+    version: object
+    settings: Settings | None
+    norm_type: float
+    by_hand: ByHand
+    question: Question
+    status: Status
+    flags: Sequence[bool]
+    gradients: Sequence[tuple[int, Tensor]]
+    verdict: Verdict | None = None
+    is_ahead: bool = False
+    control: Control | None = None
+    later: list[Settings | None] = field(default_factory=list)
+    then: list[Callable[[Control], Any]] = field(default_factory=list)
+
+
 class Agreement:
     """The agreement of one optimizer with its counterparts on the other ranks.
 
@@ -45,6 +84,7 @@ class Agreement:
         follows: whether this rank is a follower of a join, and carries out orders (see `joined.py`).
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
+        ahead: whether updates go ahead of the answer.
         same: samples of the gradients, if there are several ranks, and every rank has them in full; else None.
         used_up: whether a step has consumed the gradients, and `zero_grad` has not been called since.
     """
@@ -69,7 +109,8 @@ class Agreement:
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
         self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
-        self._known: tuple[object, Control] | None = None  # with the version of the gradients
+        self.ahead = Ahead(engine, state)
+        self._asked: Asked | None = None
 
     @property
     def units(self) -> dict[Unit, set[int]]:
@@ -93,42 +134,72 @@ class Agreement:
         yield
         self.half_done = False
 
-    def control(self, clipping: Clipping, arguments: Options, norm_type: float | None = None) -> Control:
-        """The control exchange: once per step and type of norm. (Repeated for external gradients in `p.grad`, whose
-        changes cannot be noticed.) Collective.
+    def ask(self, clipping: Clipping, arguments: Options, norm_type: float | None = None) -> None:
+        """Begin the control exchange: once per step and type of norm. (Repeated for external gradients in `p.grad`,
+        whose changes cannot be noticed.) Collective; waits for the device only in a join.
 
         Args:
             clipping, arguments: of the step.
             norm_type: None: the last one used in this step, or 2.
 
         Raises:
-            RuntimeError: on all ranks, if one is not ready.
-            ValueError: the weights of all losses are 0.
+            RuntimeError, ValueError: as `answer`.
         """
-        return self._control(None if self.follows else self._settings(clipping, arguments), norm_type)
+        self._ask(None if self.follows else self._settings(clipping, arguments), norm_type)
 
-    def _control(self, settings: Settings | None, norm_type: float | None) -> Control:
+    def _ask(self, settings: Settings | None, norm_type: float | None) -> None:
         """`settings`: of this rank; None: it is a follower."""
-        self._engine.check_open("use the optimizer")
+        self._engine.check_open("optimizer.step")
         if norm_type is None:
-            norm_type = self._known[1].norm_type if self._known else 2.0
+            norm_type = self._asked.norm_type if self._asked else 2.0
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
-        if self._known and self._known[0] == now and self._known[1].norm_type == norm_type and not by_hand:
-            self._reported.went_on_with(settings)
-            return self._known[1]
+        if self._asked and self._asked.version == now and self._asked.norm_type == norm_type and not by_hand:
+            self._asked.later.append(settings)
+            return
+        if self._asked and self._asked.control is None:
+            self.answer()  # a clip depends on the norm before the gradients have changed
         self._reported.begin(settings)
         try:
             with self._told(norm_type, now):
-                control = self._exchange(norm_type, by_hand=bool(by_hand))
-                if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
-                    self._engine.reducer.reduce_by_hand(by_hand)
-                    return self._control(settings, norm_type)
-                self._expect_ready(control)
+                self._asked = self._begin(settings, norm_type, by_hand)
+                if self._engine.collectives.orders is not None:
+                    self.answer()
         finally:
-            self._engine.reducer.visible.edits.clear()  # the edits have been compared
-        self._known = self._engine.reducer.version, control
-        return control
+            self._engine.reducer.visible.edits.clear()  # the settings have a copy
+
+    def answer(self) -> Control:
+        """The answer to `ask`. Waits once for the device, and collective if it is not simply yes.
+
+        Raises:
+            RuntimeError: on all ranks, if one is not ready.
+            ValueError: the weights of all losses are 0.
+        """
+        asked, self._asked = self._asked, None  # after an error, the next step asks again
+        assert asked is not None, "`ask` was called"
+        if asked.control is None:
+            if self.ahead.goes and not asked.is_ahead:
+                self._state.steppers.take_part(self.ahead.active)  # other ranks may go ahead
+            control = asked.question.answer()
+            if not (control.finite or math.isinf(asked.norm_type)):
+                # Because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
+                norms = self._norms(asked.gradients, asked.norm_type, torch.float64)
+                control = exchange_norms(self._engine.collectives, control, norms)
+            if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
+                self._engine.reducer.reduce_by_hand(asked.by_hand)
+                self.ahead.forget()
+                self._ask([asked.settings, *asked.later][-1], asked.norm_type)
+                self.when_answered(*asked.then)
+                return self.answer()
+            self._expect_ready(control)
+            asked.control, asked.gradients, asked.verdict = control, (), None  # a step frees gradients unit by unit
+            for then in asked.then:
+                then(control)
+        for settings in asked.later:
+            self._reported.went_on_with(settings)
+        asked.later.clear()
+        self._asked = asked
+        return asked.control
 
     @contextmanager
     def _told(self, norm_type: float, version: object) -> Iterator[None]:
@@ -153,8 +224,12 @@ class Agreement:
             "used_up": self.used_up,
         }
 
-    def _exchange(self, norm_type: float, *, by_hand: bool) -> Control:
-        status, collectives, steppers = self._status(by_hand=by_hand), self._engine.collectives, self._state.steppers
+    def _begin(self, settings: Settings | None, norm_type: float, by_hand: ByHand) -> Asked:
+        status, collectives, steppers = (
+            self._status(by_hand=bool(by_hand)),
+            self._engine.collectives,
+            self._state.steppers,
+        )
         self._last_status = status
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         # A gather in flight would mix old weights and those that the step writes.
@@ -163,18 +238,57 @@ class Agreement:
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
         gradients = list(steppers.own_gradients()) if status is Status.READY else []
+        overflows = self.losses.overflows()
+        if status is Status.READY:
+            status = self.ahead.status(flags, norm_type, needs_host=overflows is not None or self._needs_host)
         contribution = Contribution(
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
             self._norms(gradients, norm_type, torch.float32),
             [*flags, *[False] * len(self.losses.used)],
-            self.losses.overflows(),
+            overflows,
         )
-        control = exchange_control(collectives, contribution, self._reported, self.same)
-        if control.finite or math.isinf(norm_type):
-            return control
-        # Not finite: because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
-        return exchange_norms(collectives, control, self._norms(gradients, norm_type, torch.float64))
+        question = ask(collectives, contribution, self._reported, self.same)
+        return Asked(self._engine.reducer.version, settings, norm_type, by_hand, question, status, flags, gradients)
+
+    @property
+    def _needs_host(self) -> bool:
+        is_unscaled = self.losses.default is not None and not self.losses.used  # a step then raises
+        return self._skip_norm_above is not None or is_unscaled
+
+    # Ahead of the answer ---------------------------------------------------------------------------------------------
+
+    def verdict(self) -> Verdict | None:
+        """What the device concludes from the exchange that `ask` has begun; None if the step waits for the answer."""
+        asked = self._asked
+        if asked is None or asked.control is not None or asked.status is not Status.READY or not self.ahead.goes:
+            return None
+        if asked.verdict is None:
+            mesh, scale = self._engine.collectives.mesh, self._engine.ledger.scale
+            num_groups = len(self._groups.lists)
+            asked.verdict = Verdict(asked.question, self.losses.weight, scale, num_groups, mesh.world.size)
+        return asked.verdict
+
+    def went_ahead(self) -> None:
+        """The update has been queued."""
+        assert self._asked is not None, "`verdict` was called"
+        self._asked.is_ahead = True
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether an update that was queued before the answer has taken effect."""
+        asked = self._asked
+        return asked is not None and asked.is_ahead and asked.control is not None and asked.control.holds_ahead
+
+    def when_answered(self, *then: Callable[[Control], Any]) -> None:
+        """Call these functions with the answer, before anything else uses it."""
+        assert self._asked is not None, "`ask` was called"
+        self._asked.then += then
+
+    def learn(self, control: Control) -> None:
+        """After an update: whether the next one can go ahead."""
+        assert self._asked is not None, "`ask` was called"
+        self.ahead.learn(control, self.active(control), self._asked.flags)
 
     def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
         of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
@@ -226,7 +340,7 @@ class Agreement:
 
     def forget(self) -> None:
         """Forget the last control exchange: its gradients have been consumed."""
-        self._known = None
+        self._asked = None
 
     def _status(self, *, by_hand: bool) -> Status:
         if self.half_done:

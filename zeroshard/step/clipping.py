@@ -17,20 +17,23 @@ class Clipping:
         factor: multiplies the gradient, so that its norm is at most `max_norm`.
         value: bound on the absolute value of each element of the mean gradient, applied after `factor`.
         asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
+        awaits_norm: whether the host does not know the norm yet, from which `factor` follows.
     """
 
     factor: float = 1.0
     value: float | None = None
     asked: tuple[float, float] | None = None
+    awaits_norm: bool = False
 
     def clear(self) -> None:
         """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
         attributes: a new record would be set on one of the two only."""
-        self.factor, self.value, self.asked = 1.0, None, None
+        self.factor, self.value, self.asked, self.awaits_norm = 1.0, None, None, False
 
     def limit(self, norm: float, max_norm: float) -> None:
         """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
         self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+        self.awaits_norm = False
 
     def update(self, mean: float) -> Update:
         """The factor and bound for the step. `mean`: the factor from the buffers' values to the mean gradient."""

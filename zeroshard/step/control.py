@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,15 @@ from zeroshard.comm.samples import first_difference
 from zeroshard.comm.settings import SettingsReport, difference
 from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
-from zeroshard.step.gradient_norms import largest, norm_terms, norms_alone, norms_of_sums, powers_of
+from zeroshard.step.gradient_norms import (
+    largest,
+    norm_terms,
+    norm_to_clip,
+    norm_to_clip_alone,
+    norms_alone,
+    norms_of_sums,
+    powers_of,
+)
 from zeroshard.step.same_gradients import SameGradients
 
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
@@ -43,6 +51,7 @@ class Status(IntEnum):
     HALF_DONE = 4
     USED_UP = 5
     BY_HAND = 6  # gradients have been set by hand: they are reduced first
+    NOT_AHEAD = 7  # ready, but no rank may update anything before it knows the answer (`ahead.py`)
 
 
 @dataclass(frozen=True)
@@ -50,29 +59,28 @@ class Control:
     """What all ranks agree on before anything is updated.
 
     Attributes:
-        status: status -> number of ranks that have it, without those that no rank has.
+        status: status -> number of ranks that have it, without those that no rank has; READY includes NOT_AHEAD.
         weight: sum over ranks of the weight of each rank's batch.
         group_norms: norm of the gradient in the buffers, per param group, over all shards.
+        norm_to_clip: the norm over all groups that a device computes, too (`gradient_norms.py`); None if p is not 2.
         norm_type: p of the p-norm (inf for the largest absolute value).
         finite: whether every element of the gradient is finite.
         present: slots (by position in the list that was contributed) with a gradient on at least one rank.
+        holds_ahead: whether an update that was queued before the answer has taken effect (`ahead.py`).
     """
 
     status: Mapping[Status, int]
     weight: float
     group_norms: tuple[float, ...]
+    norm_to_clip: float | None
     norm_type: float
     finite: bool
     present: tuple[bool, ...]
+    holds_ahead: bool
 
     @property
     def num_ranks(self) -> int:
         return sum(self.status.values())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no rank has any gradient."""
-        return set(self.status) == {Status.NO_GRADIENTS}
 
     @property
     def norm(self) -> float:
@@ -80,6 +88,11 @@ class Control:
         if math.isinf(self.norm_type):
             return max(self.group_norms, default=0.0)
         return float(sum(norm**self.norm_type for norm in self.group_norms) ** (1 / self.norm_type))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank has any gradient."""
+        return set(self.status) == {Status.NO_GRADIENTS}
 
 
 @dataclass(frozen=True)
@@ -115,8 +128,11 @@ class Contribution:
     on_device: Tensor | None = None
 
 
-class Row(NamedTuple):
-    """The fields of a row, concatenated: of one rank, or summed over all ranks.
+Numbers = TypeVar("Numbers", Sequence[int], Tensor)
+
+
+class Row(NamedTuple, Generic[Numbers]):
+    """The fields of a row, concatenated: of one rank, or summed over all ranks; on the host, or on the device.
 
     Attributes:
         status: for each status, how many ranks have it.
@@ -129,27 +145,19 @@ class Row(NamedTuple):
         present: how many ranks have set each flag; several counts are packed into one number.
     """
 
-    status: Sequence[int]
-    collectives: Sequence[int]
-    settings: Sequence[int]
-    samples: Sequence[int]
-    gradients: Sequence[int]
-    norm_terms: Sequence[int]
-    weight: Sequence[int]
-    present: Sequence[int]
+    status: Numbers
+    collectives: Numbers
+    settings: Numbers
+    samples: Numbers
+    gradients: Numbers
+    norm_terms: Numbers
+    weight: Numbers
+    present: Numbers
 
     @classmethod
-    def read(cls, numbers: Sequence[int], num_groups: int) -> Row:
-        sizes = _sizes(num_groups)
-        ends = [0, *accumulate(sizes), len(numbers)]
-        return cls(*(numbers[start:end] for start, end in pairwise(ends)))
-
-    def norms_of_groups(self) -> list[Sequence[int]]:
-        return [self.norm_terms[i : i + exact.WIDTH] for i in range(0, len(self.norm_terms), exact.WIDTH)]
-
-    @property
-    def is_finite(self) -> bool:
-        return not any(of_group[exact.LIMBS] for of_group in self.norms_of_groups())
+    def read(cls, numbers: Numbers, num_groups: int) -> Row[Numbers]:
+        ends: list[int] = [0, *accumulate(_sizes(num_groups)), len(numbers)]
+        return Row(*(numbers[start:end] for start, end in pairwise(ends)))
 
 
 def _sizes(num_groups: int) -> list[int]:
@@ -162,79 +170,119 @@ def row_numbers(num_groups: int, num_flags: int, num_ranks: int) -> int:
     return sum(_sizes(num_groups)) + len(_as_counts([False] * num_flags, num_ranks))
 
 
-def exchange_control(
-    collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
-) -> Control:
-    """Contribute this rank's row, and read the sum of all. Collective. Waits once for the device.
+@dataclass(frozen=True)
+class Question:
+    """A control exchange that has begun.
+
+    Attributes:
+        sums: on the device: a sum of packets with the `Row` of all ranks. Of a single rank: the powers of its norms.
+        answer: waits once for the device, and returns what all ranks agree on. Collective if they do not agree. It
+            raises RuntimeError, on all ranks: they step with different settings or gradients, have not issued the same
+            collectives since the start, or have gathered different values. The message says what differs, and on which
+            ranks.
+    """
+
+    sums: Tensor
+    answer: Callable[[], Control]
+
+
+def ask(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Question:
+    """Begin the control exchange: contribute this rank's row to the sum of all. Collective; the host does not wait for
+    the device.
 
     Args:
         settings: of this rank's step.
         same: samples of the gradients, if every rank has them in full.
-
-    Raises:
-        RuntimeError: on all ranks: they step with different settings or gradients, have not issued the same collectives
-            since the start, or have gathered different values. The message says what differs, and on which ranks.
     """
     if collectives.mesh.world.size == 1:
-        return _alone(collectives, own, settings)
-    return _of_all(collectives, own, settings, same)
+        return _ask_oneself(collectives, own, settings)
+    return _ask_all(collectives, own, settings, same)
 
 
-def _of_all(
+def _ask_all(
     collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
-) -> Control:
-    """As `exchange_control`, by an exchange."""
+) -> Question:
+    """`ask`, by an exchange."""
     norms, world = own.norms, collectives.mesh.world
-    try:
-        sums = collectives.add_up(_pack(collectives, own, settings, same), CONTROL)
-    except Uneven:
-        _expect_same_settings(collectives, settings)
-        raise
-    row = Row.read(sums.tolist(), norms.num_groups)
-    status = {status: row.status[status] for status in Status if row.status[status]}
-    _expect_agreement(collectives, row, status, settings, same)
-    return Control(
-        status=status,
-        weight=exact.rounded(row.weight),
-        group_norms=_group_norms(collectives, norms, row.norms_of_groups()),
-        norm_type=norms.kind,
-        finite=row.is_finite,
-        present=_of_any(row.present, len(own.present), world.size),
-    )
+    sums = collectives.begin_sum(_pack(collectives, own, settings, same), CONTROL)
+
+    def answer() -> Control:
+        try:
+            row = Row.read(sums.read().tolist(), norms.num_groups)
+        except Uneven:
+            _expect_same_settings(collectives, settings)
+            raise
+        status = _merged(row.status)
+        _expect_agreement(collectives, row, status, settings, same)
+        of_groups = [row.norm_terms[at : at + exact.WIDTH] for at in range(0, len(row.norm_terms), exact.WIDTH)]
+        finite = not any(of_group[exact.LIMBS] for of_group in of_groups)
+        weight = exact.nearly(row.weight)
+        return Control(
+            status=status,
+            weight=weight,
+            group_norms=_group_norms(collectives, norms, of_groups),
+            norm_to_clip=norm_to_clip(of_groups) if norms.kind == 2 else None,
+            norm_type=norms.kind,
+            finite=finite,
+            present=_of_any(row.present, len(own.present), world.size),
+            holds_ahead=row.status[Status.READY] == world.size and finite and weight > 0,
+        )
+
+    return Question(sums.on_device, answer)
 
 
-def _alone(collectives: Collectives, own: Contribution, settings: SettingsReport) -> Control:
-    """The control of a single rank, which has nothing to compare. Waits once for the device."""
-    settings.end()
-    collectives.samples.forget()
+def _merged(counts: Sequence[int]) -> dict[Status, int]:
+    """Number of ranks by status, from those of a row."""
+    status = {status: counts[status] for status in Status if counts[status]}
+    if late := status.pop(Status.NOT_AHEAD, 0):
+        status[Status.READY] = status.get(Status.READY, 0) + late
+    return status
+
+
+def _ask_oneself(collectives: Collectives, own: Contribution, settings: SettingsReport) -> Question:
+    """`ask` of a single rank, which has nothing to compare."""
     norms, flags = own.norms, own.on_device
     powers = powers_of(norms.of_pieces, norms.kind)
-    mine = powers if flags is None else torch.cat([powers, flags.to(powers)])
-    numbers = collectives.add_up_alone(mine, CONTROL).tolist()
-    of_pieces, seen = numbers[: len(norms.groups)], numbers[len(norms.groups) :]
-    present = [*own.present]
-    for place, flag in enumerate(seen, start=len(present) - len(seen)):
-        present[place] |= bool(flag)
-    return Control(
-        status={own.status: 1},
-        weight=own.weight if math.isfinite(own.weight) else math.nan,
-        group_norms=norms_alone(of_pieces, norms.groups, norms.num_groups, norms.kind),
-        norm_type=norms.kind,
-        finite=all(map(math.isfinite, of_pieces)),
-        present=tuple(present),
-    )
+    mine = collectives.begin_alone(powers if flags is None else torch.cat([powers, flags.to(powers)]), CONTROL)
+
+    def answer() -> Control:
+        numbers = mine.read().tolist()
+        settings.end()
+        collectives.samples.compared()
+        of_pieces, seen = numbers[: len(norms.groups)], numbers[len(norms.groups) :]
+        present = [*own.present]
+        for place, flag in enumerate(seen, start=len(present) - len(seen)):
+            present[place] |= bool(flag)
+        weight, finite = own.weight if math.isfinite(own.weight) else math.nan, all(map(math.isfinite, of_pieces))
+        return Control(
+            status=_merged([int(own.status is one) for one in Status]),
+            weight=weight,
+            group_norms=norms_alone(of_pieces, norms.groups, norms.num_groups, norms.kind),
+            norm_to_clip=norm_to_clip_alone(of_pieces) if norms.kind == 2 else None,
+            norm_type=norms.kind,
+            finite=finite,
+            present=tuple(present),
+            holds_ahead=own.status is Status.READY and finite and weight > 0,
+        )
+
+    return Question(mine.on_device, answer)
 
 
 def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> Control:
     """`control` with norms that have been computed again. Collective."""
     sums = collectives.add_up(_norm_terms(collectives, norms).view(-1), CONTROL).view(-1, exact.WIDTH).tolist()
     finite = not any(of_group[exact.LIMBS] for of_group in sums)
-    return replace(control, group_norms=_group_norms(collectives, norms, sums), finite=finite)
+    return replace(
+        control,
+        group_norms=_group_norms(collectives, norms, sums),
+        norm_to_clip=norm_to_clip(sums) if norms.kind == 2 else None,
+        finite=finite,
+    )
 
 
 def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Tensor:
     """This rank's row, on the device."""
-    # Nothing here may read a device value: the one wait of a step is in `add_up`.
+    # Nothing here may read a device value: the one wait of a step is in `Question.answer`.
     status = [int(own.status is one) for one in Status]
     flags = _as_counts(own.present, collectives.mesh.world.size)
     (weight,) = struct.unpack("<q", struct.pack("<d", own.weight))
@@ -274,7 +322,7 @@ def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence
 
 def _expect_agreement(
     collectives: Collectives,
-    row: Row,
+    row: Row[Sequence[int]],
     status: Mapping[Status, int],
     settings: SettingsReport,
     same: SameGradients | None,
@@ -283,7 +331,7 @@ def _expect_agreement(
     as all ranks see the same sums.
 
     Raises:
-        RuntimeError: as `exchange_control`.
+        RuntimeError: as `Question.answer`.
     """
     if len(status) == 1 and not alike.are_alike(row.settings):  # else the caller raises for the status
         _expect_same_settings(collectives, settings)
@@ -292,7 +340,8 @@ def _expect_agreement(
         raise InvalidState(_first_difference(collectives))
     if not alike.are_alike(row.samples):
         _expect_same_samples(collectives)
-    collectives.samples.forget()
+        collectives.samples.forget()
+    collectives.samples.compared()  # not forgotten: a queued update may have taken further ones
     if same is not None:
         if set(status) == {Status.READY} and not alike.are_alike(row.gradients):
             same.expect_same(CONTROL)

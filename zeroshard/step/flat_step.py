@@ -217,7 +217,7 @@ class FlatStep:
         stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
         inner.read_options(options, stepped)
         inner.optimizer.param_groups = list(stepped.values())
-        run_step(inner.optimizer, arguments)
+        run_step(inner.optimizer, arguments, update.is_void)
         for stretch, main in zip(batch.stretches, joined, strict=True):
             self._store(stretch, main, in_step=True)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from zeroshard.layout.exact import add_exactly, exact_sum, rounded
+from zeroshard.layout.exact import add_exactly, exact_sum, folded, folded_on_device, nearly, nearly_on_device, rounded
 from zeroshard.layout.norms import ROW_NUMEL, rows_and_rest
 
 
@@ -102,3 +102,31 @@ def norms_of_sums(sums: Sequence[Sequence[int]], norm_type: float) -> tuple[floa
         sums: `norm_terms`, summed over the ranks.
     """
     return tuple(rounded(of_group) ** (1 / norm_type) for of_group in sums)
+
+
+# The norm by which a gradient is clipped (p = 2) differs from the exact norm by a few units in the last place. A device
+# computes the same one, bit for bit, if its square roots are rounded correctly. Those of GPUs are.
+
+
+def norm_to_clip(sums: Sequence[Sequence[int]]) -> float:
+    """Of all groups and shards. `sums`: as for `norms_of_sums`."""
+    return math.sqrt(nearly([sum(numbers) for numbers in zip(*sums, strict=True)]))
+
+
+def norm_to_clip_alone(powers: Sequence[float]) -> float:
+    """Of a single rank. `powers`: as for `norms_alone`."""
+    total = folded(powers)
+    return math.sqrt(total) if math.isfinite(total) else math.nan
+
+
+def norm_to_clip_on_device(sums: Tensor) -> Tensor:
+    """0-d float64. `sums`: of all ranks, [num_groups, WIDTH] int64; or of a single rank, the powers, [n] float64. The
+    host does not wait for the device."""
+    if sums.dim() > 1:
+        return root(nearly_on_device(sums.sum(0)))
+    total = folded_on_device(sums)
+    return root(torch.where(total.isfinite(), total, math.nan))
+
+
+def root(value: Tensor) -> Tensor:
+    return value.sqrt()

@@ -103,9 +103,17 @@ class Inner:
 # Stepping -------------------------------------------------------------------------------------------------------------
 
 
-def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None) -> None:
-    """`optimizer.step(**arguments)` without hooks."""
-    _step_of(type(optimizer))(optimizer, **(arguments or {}))
+def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None, is_void: Tensor | None = None) -> None:
+    """`optimizer.step(**arguments)` without hooks. `is_void`: 0-d float32 on the device: a fused class changes nothing
+    if it is 1, as for `torch.amp.GradScaler`, which sets the same attributes."""
+    if is_void is None:
+        _step_of(type(optimizer))(optimizer, **(arguments or {}))
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, is_void  # type: ignore[attr-defined]
+    try:
+        _step_of(type(optimizer))(optimizer, **(arguments or {}))
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def begin_training(optimizer: Any) -> None:

@@ -58,6 +58,7 @@ class SameGradients:
     def forget(self) -> None:
         """Drop the samples: they have been compared."""
         self._samples.forget()
+        self._samples.compared()
 
     def tensors(self) -> list[Tensor]:
         return self._samples.tensors()

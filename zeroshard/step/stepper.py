@@ -34,31 +34,41 @@ class Update:
     """What a step does to the gradient before it uses it: one multiplication, and possibly a clamp.
 
     Attributes:
-        factor: mean over ranks (or tokens), loss scale and norm clip in one number.
-        clip_value: bound on the absolute value, applied after the factor.
+        factor: mean over ranks (or tokens), loss scale and norm clip in one number: on the host, or 0-d float32.
+        clip_value: bound on the absolute value, applied after the factor: on the host, or 0-d float32.
+        is_void: 0-d float32 on the device, 1 if the update must change nothing (`ahead.py`); None: it is not void.
     """
 
-    factor: float
-    clip_value: float | None = None
+    factor: float | Tensor
+    clip_value: float | Tensor | None = None
+    is_void: Tensor | None = None
 
     @property
     def changes(self) -> bool:
-        """Whether `apply` changes a gradient."""
-        return self.factor != 1.0 or self.clip_value is not None
+        """Whether `apply` may change a gradient."""
+        return self._multiplies or self.clip_value is not None
+
+    @property
+    def _multiplies(self) -> bool:
+        return isinstance(self.factor, Tensor) or self.factor != 1.0
 
     def apply_to_all(self, gradients: list[Tensor]) -> None:
         """Apply it to several tensors in place."""
-        if self.factor != 1.0:
+        if self._multiplies:
             torch._foreach_mul_(gradients, self.factor)
-        if self.clip_value is not None:
+        if isinstance(self.clip_value, Tensor):
+            for gradient in gradients:
+                gradient.clamp_(-self.clip_value, self.clip_value)
+        elif self.clip_value is not None:
             torch._foreach_clamp_min_(gradients, -self.clip_value)
             torch._foreach_clamp_max_(gradients, self.clip_value)
 
     def apply(self, gradient: Tensor) -> Tensor:
         """Apply it in place, and return the gradient."""
-        if self.factor != 1.0:
+        if self._multiplies:
             gradient.mul_(self.factor)
-        return gradient if self.clip_value is None else gradient.clamp_(-self.clip_value, self.clip_value)
+        bound: Any = self.clip_value  # a number or a tensor: `clamp_` takes two of the same kind
+        return gradient if bound is None else gradient.clamp_(-bound, bound)
 
 
 # Entries of a parameter's state ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zeroshard.comm.profiling import phase
@@ -72,27 +73,39 @@ class Steppers:
             active: which slots of each unit take part.
             arguments: keyword arguments for the `step` of those classes that take them.
         """
-        engine = self._engine
         steppers_left = {unit: sum(unit in one.assignment.groups for one in self.all) for unit in self.units}
-
-        def start(unit: Unit) -> None:
-            # A gather in flight would overwrite the weights that this step is about to write.
-            if unit.weights.state is Residency.GATHERING:
-                unit.weights.arrive(stale=True)
 
         def updated(unit: Unit) -> None:
             steppers_left[unit] -= 1
-            slots = {index for index in self.units[unit] if active[unit][index]}
             # Only after the last stepper of the unit: a gather must not read weights that another one still writes.
-            if not steppers_left[unit] and unit.plan.main is SHARDED and slots:
-                engine.gatherer.updated(unit, slots)
-                # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak.
+            if not steppers_left[unit] and self._gather(unit, active) and update.is_void is None:
+                # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak. (If
+                # an update is void, the host may need them again.)
                 self._consume(unit)
 
         for stepper in self.all:
             stepper.set_active(active)
-            stepper.step(options, update, start, updated, arguments_for(type(stepper.optimizer), arguments))
-        engine.gatherer.read()
+            stepper.step(options, update, _stop_gathering, updated, arguments_for(type(stepper.optimizer), arguments))
+        self._engine.gatherer.read()
+
+    @torch.no_grad()
+    def take_part(self, active: dict[Unit, list[bool]]) -> None:
+        """Take part in the gathers of a `step` that other ranks may run. Collective."""
+        # In the order in which `step` finishes the units: each with the last stepper that has it.
+        last = {unit: stepper for stepper in self.all for unit in stepper.assignment.groups}
+        for stepper in self.all:
+            for unit in stepper.assignment.groups:
+                if last[unit] is stepper:
+                    _stop_gathering(unit)
+                    self._gather(unit, active)
+        self._engine.gatherer.read()
+
+    def _gather(self, unit: Unit, active: dict[Unit, list[bool]]) -> bool:
+        """Start to gather what has been updated of a unit. Returns whether there is anything."""
+        slots = {index for index in self.units[unit] if active[unit][index]}
+        if unit.plan.main is SHARDED and slots:
+            self._engine.gatherer.updated(unit, slots)
+        return unit.plan.main is SHARDED and bool(slots)
 
     def discard_gradients(self) -> None:
         """Free the gradients of the parameters of these steppers, and of parameters that no optimizer has."""
@@ -140,6 +153,12 @@ class Steppers:
         if all(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _stop_gathering(unit: Unit) -> None:
+    # A gather in flight would overwrite the weights that a step is about to write.
+    if unit.weights.state is Residency.GATHERING:
+        unit.weights.arrive(stale=True)
 
 
 def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:

@@ -1,0 +1,374 @@
+"""An update that is queued before the host knows the answer is the update that follows the answer, or none.
+
+On a CPU nothing is queued. These tests let the engine believe that it is, over the native transport.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.kit import EVERYTHING, Block, Gated, Net, State, loss_of_tokens, make, same_bits, travelling
+from tests.timed_backend import TIMINGS, timed_ranks
+from zeroshard.comm.packets import Unread
+from zeroshard.step import ahead, gradient_norms
+from zeroshard.step.steppers import Steppers
+from zeroshard.testing import run_ranks
+
+STEPS, AT = 7, 4
+"""Steps of a run, and the one in which something happens: the third that goes ahead."""
+AHEAD = ("update ahead", "read")
+ADAMW = {"lr": 1e-2, "fused": True}
+
+
+class Run(NamedTuple):
+    """What a run has left. `found`: per step its results, or its error. `calls`: what the steps called, in order."""
+
+    found: list[list[str]]
+    state: State
+    calls: list[list[str]]
+
+
+class Training:
+    """One run, on one rank. An event changes one of its steps."""
+
+    def __init__(self, rank: int, plan: Any, event: Event) -> None:
+        self.rank, self.event = rank, event
+        self.model = make(event.model)
+        self.handle = zeroshard.shard(self.model, plan, units=Block, precision=event.precision)
+        options = {"lr": 1e-2, "momentum": 0.9, "fused": True} if event.optimizer is torch.optim.SGD else ADAMW
+        self.optimizer = zeroshard.ShardedOptimizer(
+            self.handle, event.optimizer, loss_scale=event.scale, **event.policy, **options
+        )
+
+    def backward(self, step: int) -> None:
+        for micro_batch in range(self.event.micro_batches):
+            last = micro_batch == self.event.micro_batches - 1
+            with nullcontext() if last else self.handle.no_sync():
+                loss = loss_of_tokens(self.model, self.rank, micro_batch, step)
+                self.optimizer.backward(loss, weight=self.event.weight(self.rank, step))
+
+    def clip(self) -> None:
+        if self.event.max_norm is not None:
+            norm = self.optimizer.clip_grad_norm_(self.event.max_norm)
+            self.norms.append(norm.clone())
+        if self.event.clip_value is not None:
+            self.optimizer.clip_grad_value_(self.event.clip_value)
+
+    def step(self) -> None:
+        result = self.optimizer.step()
+        self.found.append(repr((result.applied, result.grad_norm, result.group_norms, result.loss_scale)))
+
+    def run(self) -> Run:
+        found, calls = [], []
+        for step in range(STEPS):
+            self.norms: list[Tensor] = []
+            self.found: list[str] = []
+            with recorded() as called:
+                try:
+                    if step == AT:
+                        self.event.happens(self, step)
+                    else:
+                        self.backward(step)
+                        self.clip()
+                        self.step()
+                except (RuntimeError, ValueError) as error:
+                    self.norms.clear()  # ahead of the host, `clip_grad_norm_` returns one, and `step` raises
+                    self.found.append(f"{type(error).__name__}: {error}")
+            found.append([*self.found, *(norm.item().hex() for norm in self.norms)])
+            calls.append(called)
+            self.optimizer.zero_grad()
+        state = self.handle.full_state_dict() | {
+            f"main {k}": v for k, v in self.handle.full_state_dict(main=True).items()
+        }
+        for number, of_parameter in self.optimizer.state_dict()["state"].items():
+            state |= {f"{number} {key}": value for key, value in of_parameter.items()}
+        return Run(found, state, calls)
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Lists the updates, and the reads of what all ranks have agreed on."""
+    called: list[str] = []
+    step, take_part, read = Steppers.step, Steppers.take_part, Unread.__init__
+
+    def stepped(self: Steppers, options: Any, active: Any, update: Any, arguments: Any) -> None:
+        called.append("update" if update.is_void is None else "update ahead")
+        step(self, options, active, update, arguments)
+
+    def gathered(self: Steppers, active: Any) -> None:
+        called.append("gathers")
+        take_part(self, active)
+
+    def unread(self: Unread, on_device: Tensor, function: Callable[[], Tensor]) -> None:
+        read(self, on_device, lambda: (called.append("read"), function())[1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Steppers, "step", stepped)
+        patch.setattr(Steppers, "take_part", gathered)
+        patch.setattr(Unread, "__init__", unread)
+        yield called
+
+
+class Event(NamedTuple):
+    """What is trained, and what happens in step AT. `ahead`: what that step calls on rank 0. `error`: a part of its
+    message."""
+
+    happens: Callable[[Training, int], None]
+    ahead: tuple[str, ...] = AHEAD
+    error: str = ""
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    model: Callable[[], torch.nn.Module] = Net
+    precision: Any = None
+    scale: Any = None
+    policy: Any = MappingProxyType({})
+    max_norm: float | None = 0.7
+    clip_value: float | None = None
+    weight: Callable[[int, int], float | None] = lambda rank, step: None
+    micro_batches: int = 1
+
+
+def plain(training: Training, step: int) -> None:
+    training.backward(step)
+    training.clip()
+    training.step()
+
+
+def spoiled(value: float) -> Callable[[Training, int], None]:
+    def happens(training: Training, step: int) -> None:
+        parameter = next(training.model.parameters())
+        hook = parameter.register_hook(lambda grad: grad + value if training.rank == 0 else grad)
+        try:
+            training.backward(step)
+        finally:
+            hook.remove()
+        training.clip()
+        training.step()
+
+    return happens
+
+
+def other_settings(training: Training, step: int) -> None:
+    (group,) = training.optimizer.param_groups
+    group["lr"] = 1e-2 if training.rank else 2e-2
+    try:
+        plain(training, step)
+    finally:
+        group["lr"] = 1e-2
+
+
+def later_settings(training: Training, step: int) -> None:
+    """They differ only after the comparison, and the next one finds it."""
+    training.backward(step)
+    training.clip()
+    (group,) = training.optimizer.param_groups
+    group["lr"] = 1e-2 if training.rank else 2e-2
+    training.step()
+    group["lr"] = 1e-2
+
+
+def discarded(training: Training, step: int) -> None:
+    training.backward(step)
+    if training.rank == 0:
+        training.optimizer.zero_grad()
+    training.clip()
+    training.step()
+
+
+def nothing(training: Training, step: int) -> None:
+    training.step()
+
+
+def other_slots(training: Training, step: int) -> None:
+    try:
+        Gated.Inner.open = training.rank == 1
+        plain(training, step)
+    finally:
+        Gated.Inner.open = True
+
+
+def no_slots(training: Training, step: int) -> None:
+    try:
+        Gated.Inner.open = False
+        plain(training, step)
+    finally:
+        Gated.Inner.open = True
+
+
+def by_hand(training: Training, step: int) -> None:
+    training.backward(step)
+    training.optimizer.zero_grad()
+    parameter = next(training.model.parameters())
+    parameter.grad = torch.full(parameter.shape, 0.01 * (1 + training.rank))
+    training.clip()
+    training.step()
+
+
+def twice_clipped(training: Training, step: int) -> None:
+    training.backward(step)
+    training.clip()
+    training.optimizer.clip_grad_norm_(0.1)
+    training.step()
+
+
+def clipped_for_a_look(training: Training, step: int) -> None:
+    training.backward(step)
+    training.clip()
+    training.optimizer.zero_grad()
+    training.backward(step + 100)
+    training.clip()
+    training.step()
+
+
+def clipped_between(training: Training, step: int) -> None:
+    """The second backward adds to gradients that have been clipped: a clip is of what is there when it is called."""
+    training.backward(step)
+    training.clip()
+    training.backward(step + 100)
+    training.step()
+
+
+def other_norm(training: Training, step: int) -> None:
+    training.backward(step)
+    training.norms.append(training.optimizer.clip_grad_norm_(0.2, norm_type=3.0))
+    training.step()
+
+
+def stops_on_nan(training: Training, step: int) -> None:
+    training.backward(step)
+    training.norms.append(training.optimizer.clip_grad_norm_(0.2, error_if_nonfinite=True))
+    training.step()
+
+
+def other_clip(training: Training, step: int) -> None:
+    training.backward(step)
+    training.norms.append(training.optimizer.clip_grad_norm_(0.2 if training.rank else 0.3))
+    training.step()
+
+
+TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
+EVENTS = {
+    "nothing": Event(plain),
+    "not clipped": Event(plain, max_norm=None),
+    "sgd": Event(plain, optimizer=torch.optim.SGD),
+    "bf16": Event(plain, precision="bf16"),
+    "bf16 with remainder": Event(plain, precision="bf16-remainder", clip_value=1e-3),
+    "weighted": Event(plain, weight=TOKENS, micro_batches=2),
+    "weighted, not clipped": Event(plain, weight=TOKENS, max_norm=None),
+    "scaled": Event(plain, precision="fp16", scale=zeroshard.DynamicScale(init=2.0**10, growth_interval=3)),
+    "values clipped": Event(plain, clip_value=1e-3),
+    "values clipped, norm is not": Event(plain, clip_value=1e-3, max_norm=None),
+    "a NaN, raised": Event(spoiled(math.nan), (*AHEAD, "read"), "the gradient was not finite"),
+    "an infinity, skipped": Event(spoiled(math.inf), (*AHEAD, "read"), policy={"non_finite": "skip"}),
+    "a NaN, ignored": Event(spoiled(math.nan), (*AHEAD, "read", "update"), policy={"non_finite": "ignore"}),
+    "an overflow": Event(
+        spoiled(math.inf), (*AHEAD, "read"), precision="fp16", scale=zeroshard.DynamicScale(init=2.0**10)
+    ),
+    "squares overflow in fp32": Event(spoiled(1e30), (*AHEAD, "read", "update"), max_norm=None),
+    "another clip on rank 0": Event(other_clip, AHEAD, "different settings. clip_grad_norm_"),
+    "another learning rate": Event(other_settings, AHEAD, "different settings. lr"),
+    "another learning rate after the clip": Event(later_settings),
+    "no gradients on rank 0": Event(discarded, ("gathers", "read"), "step on rank 0: no gradients"),
+    "no backward at all": Event(nothing, ("gathers", "read")),
+    "other slots": Event(other_slots, ("gathers", "read", "update"), model=Gated),
+    "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=Gated),
+    "a gradient by hand": Event(by_hand, ("gathers", "read", "read", "update")),
+    "clipped twice": Event(twice_clipped),
+    "clipped, and discarded": Event(clipped_for_a_look),
+    "clipped between two backwards": Event(clipped_between, ("gathers", "read", *AHEAD)),
+    "another norm": Event(other_norm, ("gathers", "read", "update")),
+    "the host is asked for the norm": Event(stops_on_nan, ("gathers", "read", "update")),
+    "no weight": Event(plain, AHEAD, "are 0", weight=lambda rank, step: 0.0 if step == AT else 1.0),
+    "large norms are skipped": Event(plain, ("read", "update"), policy={"skip_norm_above": 1e6}),
+}
+
+
+def rounded_root(value: Tensor) -> Tensor:
+    """As on GPUs."""
+    return torch.tensor(math.sqrt(value.item()) if not value.isnan() else math.nan, dtype=value.dtype)
+
+
+def run_of(rank: int, plan: Any, event: str, is_ahead: bool) -> Run:
+    with pytest.MonkeyPatch.context() as patch, travelling("native"):
+        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
+        patch.setattr(gradient_norms, "root", rounded_root)
+        training = Training(rank, plan, EVENTS[event])
+        run = training.run()
+        training.handle.close()
+        return run
+
+
+def both(rank: int, plan: Any, event: str) -> tuple[Run, Run]:
+    return run_of(rank, plan, event, True), run_of(rank, plan, event, False)
+
+
+def differences(num_ranks: int, plan: Any, event: str) -> list[str]:
+    """What differs between runs that go ahead and runs that wait for each answer, and from what the event expects."""
+    found, lines = run_ranks(both, num_ranks, plan, event), []
+    for rank, (of_ahead, of_host) in enumerate(found):
+        for step, (mine, expected) in enumerate(zip(of_ahead.found, of_host.found, strict=True)):
+            lines += [f"rank {rank}, step {step}: {mine}, expected {expected}"] * (mine != expected)
+        lines += [f"rank {rank}: state"] * (not same_bits(of_ahead.state, of_host.state))
+        assert {name for calls in of_host.calls for name in calls} <= {"read", "update"}
+    (of_ahead, of_host), expected = found[0], EVENTS[event]
+    error = next((line for line in of_host.found[AT] if line.startswith("Invalid")), "")
+    lines += [f"error: {error!r}"] * (expected.error not in error or bool(error) != bool(expected.error))
+    lines += [f"calls: {of_ahead.calls[AT]}"] * (of_ahead.calls[AT] != list(expected.ahead))
+    return lines
+
+
+PLANS = ("ddp", "zero1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_goes_ahead_is_what_follows_the_answer(event: str) -> None:
+    number = list(EVENTS).index(event)
+    for plan in PLANS if EVERYTHING else (PLANS[number % 4], PLANS[(number + 1) % 4]):
+        with timed_ranks(TIMINGS[number % 3]):
+            assert not differences(2 + number % 2, plan, event), plan
+
+
+ALONE = ("nothing", "weighted", "scaled", "a NaN, raised", "an overflow", "no weight", "no gate anywhere")
+
+
+def test_a_single_rank_goes_ahead_of_its_device() -> None:
+    for number, event in enumerate(ALONE):
+        with timed_ranks("late"):
+            assert not differences(1, PLANS[number % 4], event), event
+
+
+def test_replicas_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = zeroshard.shard
+    mesh = {"mesh": None}
+
+    def on_mesh(*args: Any, **options: Any) -> Any:
+        mesh["mesh"] = mesh["mesh"] or init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return shard(*args, **options, **mesh)
+
+    monkeypatch.setattr(zeroshard, "shard", on_mesh)
+    for plan, event in zip(("zero1", "zero3"), ("nothing", "a NaN, raised"), strict=True):
+        with timed_ranks("random"):
+            assert not differences(4, plan, event), event
+
+
+@pytest.mark.parametrize("event", ["a NaN, raised", "another learning rate"])
+def test_an_update_that_is_not_void_is_found(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above."""
+    init = ahead.Verdict.__init__
+
+    def never_void(self: ahead.Verdict, *args: Any) -> None:
+        init(self, *args)
+        self.is_void = torch.zeros_like(self.is_void)
+
+    monkeypatch.setattr(ahead.Verdict, "__init__", never_void)
+    with timed_ranks("early"):
+        assert any("state" in line for line in differences(2, "zero1", event))

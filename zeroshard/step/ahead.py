@@ -1,0 +1,150 @@
+"""Queues an update before the host knows what all ranks have agreed on, so that a device does not wait for the host.
+
+    the host     queues the sums over ranks, the update, the gathers | waits for the sums, and checks them
+    the device   backward                                            | the sums, the update, the gathers
+
+The device checks the same sums in the same way (`Verdict`), and computes the norm and the factor of a clip, bit for bit
+as the host. If the ranks do not agree, or the gradient is not finite, it makes the update void: fused optimizers of
+torch change nothing if `found_inf` is set (`torch.amp.GradScaler` skips in this way), and the gradient is multiplied by
+1. The host then raises, skips or updates as always.
+
+All ranks go ahead, or none does: this depends only on earlier answers, which are the same on every rank. A rank that
+cannot, although the others do, says so (`Status.NOT_AHEAD`). Their updates are void, and it takes part in their
+gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm import alike
+from zeroshard.comm.packets import ROOM, numbers_in
+from zeroshard.layout import exact
+from zeroshard.runtime.engine import Engine
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Control, Question, Row, Status, row_numbers
+from zeroshard.step.flat_step import FlatStep
+from zeroshard.step.gradient_norms import norm_to_clip_on_device
+from zeroshard.step.optimizer_state import OptimizerState
+from zeroshard.step.stepper import Update
+from zeroshard.step.steppers import Steppers
+from zeroshard.storage.unit import Unit
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes whose fused step changes nothing if `found_inf` is set: neither parameters nor state."""
+
+
+def has_queue(device: torch.device) -> bool:
+    """Whether operations on the device are queued, and the host can be ahead of it."""
+    return device.type != "cpu"
+
+
+class Ahead:
+    """Whether the updates of one optimizer go ahead of the host, and what it remembers of the last step for that.
+
+    Attributes:
+        active: the slots of each unit that took part in the last step.
+    """
+
+    def __init__(self, engine: Engine, state: OptimizerState) -> None:
+        self.active: dict[Unit, list[bool]] = {}
+        self._engine, self._state = engine, state
+        self._flags: Sequence[bool] = ()
+        self._after: Steppers | None = None  # these have stepped last, and all ranks could go ahead
+
+    @property
+    def goes(self) -> bool:
+        """Whether all ranks go ahead in this step."""
+        # Only what is equal on all ranks may decide here.
+        return self._after is self._state.steppers and self._engine.collectives.orders is None
+
+    def forget(self) -> None:
+        """No rank goes ahead before the next update."""
+        self._after = None
+
+    def status(self, flags: Sequence[bool], norm_type: float, *, needs_host: bool) -> Status:
+        """The status of a rank that is ready.
+
+        Args:
+            flags: which slots have gradients on this rank: the same ones as in the last step take part.
+            norm_type: of the norm that a clip needs.
+            needs_host: whether something else in this step does.
+        """
+        is_known = has_queue(self._engine.collectives.device) and flags == self._flags and norm_type == 2
+        return Status.READY if is_known and not needs_host and _can_be_void(self._state.steppers) else Status.NOT_AHEAD
+
+    def learn(self, control: Control, active: dict[Unit, list[bool]], flags: Sequence[bool]) -> None:
+        """After a step. `flags`: as above."""
+        self.active, self._flags = active, flags
+        self._after = self._state.steppers if control.holds_ahead else None
+
+
+def _can_be_void(steppers: Steppers) -> bool:
+    """Whether these steps can be made void: fused steps of torch's classes, in fp32."""
+    num_groups = sum(len(stepper.assignment.options) for stepper in steppers.all)
+    return (
+        row_numbers(num_groups, 0, 1) <= ROOM
+        and all(
+            isinstance(stepper, FlatStep)
+            and type(stepper.optimizer) in _FUSED
+            and all(group.get("fused") for group in stepper.state.inner.groups.values())
+            and all(unit.main.dtype == torch.float32 for unit in stepper.assignment.groups)
+            for stepper in steppers.all
+        )
+        and not any(unit.grads.is_external for unit in steppers.units)
+    )
+
+
+class Verdict:
+    """What the device concludes from the sums of a control exchange.
+
+    Attributes:
+        is_void: 0-d bool: the ranks do not agree, or the gradient is not finite.
+        mean: float64: the factor from the buffers' values to the mean gradient (`Agreement.mean_factor`).
+    """
+
+    def __init__(self, question: Question, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> None:
+        """`weight`: of this rank's losses; None: on no rank they have one. `scale`: of the gradients."""
+        self.mean: float | Tensor
+        if num_ranks == 1:
+            self.is_void = question.sums.isfinite().all().logical_not()
+            self._powers = question.sums
+            weight = 1.0 if weight is None else weight
+            self.is_void |= not weight
+            self.mean = 1 / (weight * scale) if weight else math.inf
+            return
+        row = Row[Tensor].read(numbers_in(question.sums, ROOM), num_groups)
+        digests = torch.cat([question.sums[: alike.WIDTH], row.collectives, row.settings, row.samples, row.gradients])
+        self._powers = row.norm_terms.view(-1, exact.WIDTH)
+        are_ready = row.status[int(Status.READY)] == num_ranks
+        self.is_void = alike.differ(digests.view(-1, alike.WIDTH)) | ~are_ready | self._powers[:, exact.LIMBS].any()
+        self.mean = num_ranks / (num_ranks * scale)
+        if weight is not None:
+            total = exact.nearly_on_device(row.weight)
+            self.is_void |= ~(total > 0)
+            self.mean = torch.full_like(total, num_ranks) / (total * scale)
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """0-d float64: of the mean gradient, before it is clipped."""
+        norm = norm_to_clip_on_device(self._powers)
+        return norm if isinstance(self.mean, float) and self.mean == 1.0 else norm * self.mean
+
+    def update(self, clipping: Clipping) -> Update:
+        """The update, which changes nothing if it is void. (Nor does it change the gradient then: the host may use it
+        again.)"""
+        factor, bound = self.mean * clipping.factor, None
+        if clipping.asked is not None and clipping.awaits_norm:
+            max_norm, _ = clipping.asked
+            limit = torch.full_like(self.norm, max_norm) / (self.norm + 1e-6)  # not `/` of a number, which is inexact
+            factor = limit.clamp_(max=1.0) * self.mean  # a norm that is not finite makes the update void
+        if isinstance(factor, Tensor) or factor != 1.0:
+            factor = torch.where(self.is_void, 1.0, factor).to(torch.float32)
+        if clipping.value is not None:
+            bound = torch.where(self.is_void, math.inf, clipping.value).to(torch.float32)
+        return Update(factor, bound, self.is_void.to(torch.float32))

@@ -1,0 +1,37 @@
+"""Clips the next step's gradient by its norm: from the norm on the host, or on the device, ahead of the host."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import InvalidState
+from zeroshard.step.agreement import Agreement
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Control
+
+
+def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+    """The norm of the mean gradient, 0-d float64. `agreement.ask` has been called.
+
+    Raises:
+        RuntimeError, ValueError: see `Agreement.answer`; or `error_if_nonfinite` is set, and the norm is not finite.
+    """
+
+    def limit(control: Control) -> float:
+        norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
+        norm *= agreement.mean_factor(control)
+        clipping.limit(norm, max_norm)
+        return norm
+
+    verdict = None if error_if_nonfinite else agreement.verdict()
+    if verdict is not None:
+        clipping.awaits_norm = True
+        agreement.when_answered(limit)
+        return verdict.norm
+    norm = limit(agreement.answer())
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
+    return torch.tensor(norm, dtype=torch.float64)
