@@ -272,6 +272,7 @@ SUITES = (
     "tests/comm/test_order.py",
     "tests/runtime/test_writing.py",
     "tests/runtime/test_local_parts.py",
+    "tests/step/test_ahead.py",
     "tests/test_optimizer.py",
 )
 """Files whose models and inputs come from `tests/kit.py`, so that they run on any device."""
