@@ -168,6 +168,15 @@ def _backend() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ahead() -> Iterator[None]:
+    """With ZEROSHARD_TEST_AHEAD=1 steps go ahead of the host (`tests/ahead_of_host.py`)."""
+    from tests.ahead_of_host import ahead_of_host
+
+    with ahead_of_host() if os.environ.get("ZEROSHARD_TEST_AHEAD") == "1" else nullcontext():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No test reads or writes the user's cache folder, or sees the environment variables of a launcher around the

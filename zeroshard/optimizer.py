@@ -203,9 +203,9 @@ class ShardedOptimizer(TorchOptimizer):
         """
         if not max_norm > 0:
             raise InvalidValue(f"max_norm must be positive, found {max_norm}")
-        self.clipping.asked = float(max_norm), float(norm_type)
+        self.clipping.asked, self.clipping.needs_host = (float(max_norm), float(norm_type)), error_if_nonfinite
         self._ask(float(norm_type))
-        return clip_by_norm(self.agreement, self.clipping, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return clip_by_norm(self.agreement, self.clipping, max_norm)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Make the next step clamp every element of the mean gradient to [-clip_value, clip_value]. All ranks must call

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from tests.ahead_of_host import rounded_root
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.comm.packets import Unread
@@ -213,6 +214,19 @@ def by_hand(training: Training, step: int) -> None:
     training.step()
 
 
+def frozen_before(training: Training, step: int) -> None:
+    training.model.blocks[1].requires_grad_(False)
+    plain(training, step)
+    training.model.blocks[1].requires_grad_(True)
+
+
+def frozen_after_forward(training: Training, step: int) -> None:
+    training.backward(step)
+    training.model.blocks[1].requires_grad_(False)
+    training.clip()
+    training.step()
+
+
 def twice_clipped(training: Training, step: int) -> None:
     training.backward(step)
     training.clip()
@@ -260,6 +274,9 @@ EVENTS = {
     "nothing": Event(plain),
     "not clipped": Event(plain, max_norm=None),
     "sgd": Event(plain, optimizer=torch.optim.SGD),
+    "sgd, a NaN, skipped": Event(
+        spoiled(math.nan), (*AHEAD, "read"), optimizer=torch.optim.SGD, policy={"non_finite": "skip"}
+    ),
     "bf16": Event(plain, precision="bf16"),
     "bf16 with remainder": Event(plain, precision="bf16-remainder", clip_value=1e-3),
     "weighted": Event(plain, weight=TOKENS, micro_batches=2),
@@ -282,6 +299,8 @@ EVENTS = {
     "other slots": Event(other_slots, ("gathers", "read", "update"), model=Gated),
     "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=Gated),
     "a gradient by hand": Event(by_hand, ("gathers", "read", "read", "update")),
+    "frozen before": Event(frozen_before, ("read", "update")),
+    "frozen after the forward": Event(frozen_after_forward),
     "clipped twice": Event(twice_clipped),
     "clipped, and discarded": Event(clipped_for_a_look),
     "clipped between two backwards": Event(clipped_between, ("gathers", "read", *AHEAD)),
@@ -290,11 +309,6 @@ EVENTS = {
     "no weight": Event(plain, AHEAD, "are 0", weight=lambda rank, step: 0.0 if step == AT else 1.0),
     "large norms are skipped": Event(plain, ("read", "update"), policy={"skip_norm_above": 1e6}),
 }
-
-
-def rounded_root(value: Tensor) -> Tensor:
-    """On a CPU, as on GPUs."""
-    return torch.tensor(math.sqrt(value.item()) if not value.isnan() else math.nan, dtype=value.dtype)
 
 
 def run_of(rank: int, plan: Any, event: str, is_ahead: bool) -> Run:
@@ -336,6 +350,25 @@ def test_what_goes_ahead_is_what_follows_the_answer(event: str) -> None:
     for plan in PLANS if EVERYTHING else (PLANS[number % 4], PLANS[(number + 1) % 4]):
         with timed_ranks(TIMINGS[number % 3]):
             assert not differences(2 + number % 2, plan, event), plan
+
+
+def clips_on_the_host(rank: int) -> list[list[str]]:
+    with pytest.MonkeyPatch.context() as patch, travelling("native"):
+        patch.setattr(ahead, "has_queue", lambda device: True)
+        training = Training(rank, "zero1", EVENTS["not clipped"])
+        found = []
+        for step in range(4):
+            training.backward(step)
+            with recorded() as called:
+                training.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+                training.optimizer.step()
+            found.append(called)
+        return found
+
+
+def test_a_clip_that_needs_the_host_costs_no_gathers() -> None:
+    with timed_ranks("late"):
+        assert run_ranks(clips_on_the_host, 2) == [[["read", "update"]] * 4] * 2
 
 
 ALONE = ("nothing", "weighted", "scaled", "a NaN, raised", "an overflow", "no weight", "no gate anywhere")

@@ -53,6 +53,7 @@ class Engine(NotCopied):
         ledger: the scales and weights of losses.
         claims: which optimizer has which parameters.
         background: a checkpoint that is still being written, or None.
+        freezing: changes of what trains.
         untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by name.
         life: open, parked, closed or abandoned.
         units: in registration order; empty after `close` or `abandon`.
@@ -84,7 +85,7 @@ class Engine(NotCopied):
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
         """Start with these units, a new schedule and a new pool; drop all previous ones."""
         self.schedule = Schedule()
-        self._freezing = Freezing(units, self.collectives)
+        self.freezing = Freezing(units, self.collectives)
         self._work_with(units, Pool(self.collectives, max_transient_bytes))
 
     def _work_with(self, units: Sequence[Unit], pool: Pool) -> None:
@@ -193,11 +194,11 @@ class Engine(NotCopied):
             ValueError: ranks differ; more pool buffers are needed than `max_transient_bytes` allows.
             RuntimeError: gradients are waiting for a step, and a frozen unit is to train.
         """
-        if not self._freezing.has_changed():
+        if not self.freezing.has_changed():
             return
-        slots = self._freezing.agree()
+        slots = self.freezing.agree()
         self._begin_to_train()
-        self._freezing.apply(slots)
+        self.freezing.apply(slots)
         self.reducer.find_order()
 
     def _begin_to_train(self) -> None:

@@ -20,9 +20,14 @@ Slots = dict[Unit, set[int]]
 
 
 class Freezing:
-    """`requires_grad` of the units of one model. The values at construction count as agreed."""
+    """`requires_grad` of the units of one model. The values at construction count as agreed.
+
+    Attributes:
+        num_changes: how often the ranks have agreed on a change.
+    """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
+        self.num_changes = 0
         self._units, self._collectives = units, collectives
         self._agreed = self._trained()
         collectives.messages.introduce(_POINT)
@@ -59,6 +64,7 @@ class Freezing:
 
     def apply(self, slots: Slots) -> None:
         """Sum exactly these slots from now on, as agreed."""
+        self.num_changes += 1
         self._agreed = self._trained()
         for unit, of_unit in slots.items():
             unit.grads.sum_only(of_unit)

@@ -121,6 +121,7 @@ class Agreement:
     def following(self) -> Iterator[None]:
         """Inside, this rank carries out an order, and has no settings of its own to compare."""
         self.follows = True
+        self.ahead.forget()  # a follower does as it is told
         try:
             yield
         finally:
@@ -145,9 +146,10 @@ class Agreement:
         Raises:
             RuntimeError, ValueError: as `answer`.
         """
-        self._ask(None if self.follows else self._settings(clipping, arguments), norm_type)
+        settings = None if self.follows else self._settings(clipping, arguments)
+        self._ask(settings, norm_type, needs_host=clipping.needs_host)
 
-    def _ask(self, settings: Settings | None, norm_type: float | None) -> None:
+    def _ask(self, settings: Settings | None, norm_type: float | None, *, needs_host: bool) -> None:
         """`settings`: of this rank; None: it is a follower."""
         self._engine.check_open("optimizer.step")
         if norm_type is None:
@@ -162,7 +164,7 @@ class Agreement:
         self._reported.begin(settings)
         try:
             with self._told(norm_type, now):
-                self._asked = self._begin(settings, norm_type, by_hand)
+                self._asked = self._begin(settings, norm_type, by_hand, needs_host=needs_host)
                 if self._engine.collectives.orders is not None:
                     self.answer()
         finally:
@@ -188,7 +190,7 @@ class Agreement:
             if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
                 self._engine.reducer.reduce_by_hand(asked.by_hand)
                 self.ahead.forget()
-                self._ask([asked.settings, *asked.later][-1], asked.norm_type)
+                self._ask([asked.settings, *asked.later][-1], asked.norm_type, needs_host=True)
                 self.when_answered(*asked.then)
                 return self.answer()
             self._expect_ready(control)
@@ -224,23 +226,19 @@ class Agreement:
             "used_up": self.used_up,
         }
 
-    def _begin(self, settings: Settings | None, norm_type: float, by_hand: ByHand) -> Asked:
-        status, collectives, steppers = (
-            self._status(by_hand=bool(by_hand)),
-            self._engine.collectives,
-            self._state.steppers,
-        )
-        self._last_status = status
+    def _begin(self, settings: Settings | None, norm_type: float, by_hand: ByHand, *, needs_host: bool) -> Asked:
+        self._last_status = status = self._status(by_hand=bool(by_hand))
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         # A gather in flight would mix old weights and those that the step writes.
         self._engine.gatherer.finish()
         self._sample_weights()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
-        gradients = list(steppers.own_gradients()) if status is Status.READY else []
+        gradients = list(self._state.steppers.own_gradients()) if status is Status.READY else []
         overflows = self.losses.overflows()
         if status is Status.READY:
-            status = self.ahead.status(flags, norm_type, needs_host=overflows is not None or self._needs_host)
+            needs_host |= overflows is not None or self._needs_host
+            status = self.ahead.status(flags, norm_type, needs_host=needs_host)
         contribution = Contribution(
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
@@ -248,7 +246,7 @@ class Agreement:
             [*flags, *[False] * len(self.losses.used)],
             overflows,
         )
-        question = ask(collectives, contribution, self._reported, self.same)
+        question = ask(self._engine.collectives, contribution, self._reported, self.same)
         return Asked(self._engine.reducer.version, settings, norm_type, by_hand, question, status, flags, gradients)
 
     @property

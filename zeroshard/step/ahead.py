@@ -55,13 +55,18 @@ class Ahead:
         self.active: dict[Unit, list[bool]] = {}
         self._engine, self._state = engine, state
         self._flags: Sequence[bool] = ()
-        self._after: Steppers | None = None  # these have stepped last, and all ranks could go ahead
+        self._after: tuple[Steppers, int] | None = None  # what has stepped last, if all ranks could go ahead
 
     @property
     def goes(self) -> bool:
         """Whether all ranks go ahead in this step."""
         # Only what is equal on all ranks may decide here.
-        return self._after is self._state.steppers and self._engine.collectives.orders is None
+        return self._after == self._now and self._engine.collectives.orders is None
+
+    @property
+    def _now(self) -> tuple[Steppers, int]:
+        """The steppers, and how often what trains has changed: which units are gathered after a step depends on it."""
+        return self._state.steppers, self._engine.freezing.num_changes
 
     def forget(self) -> None:
         """No rank goes ahead before the next update."""
@@ -81,7 +86,12 @@ class Ahead:
     def learn(self, control: Control, active: dict[Unit, list[bool]], flags: Sequence[bool]) -> None:
         """After a step. `flags`: as above."""
         self.active, self._flags = active, flags
-        self._after = self._state.steppers if control.holds_ahead else None
+        self._after = self._now if control.holds_ahead else None
+
+
+def is_fused(stepper: FlatStep) -> bool:
+    """Whether the step of the class can be made void on the device."""
+    return type(stepper.optimizer) in _FUSED and all(group.get("fused") for group in stepper.optimizer.param_groups)
 
 
 def _can_be_void(steppers: Steppers) -> bool:
@@ -91,8 +101,7 @@ def _can_be_void(steppers: Steppers) -> bool:
         row_numbers(num_groups, 0, 1) <= ROOM
         and all(
             isinstance(stepper, FlatStep)
-            and type(stepper.optimizer) in _FUSED
-            and all(group.get("fused") for group in stepper.state.inner.groups.values())
+            and is_fused(stepper)
             and all(unit.main.dtype == torch.float32 for unit in stepper.assignment.groups)
             for stepper in steppers.all
         )

@@ -13,11 +13,11 @@ from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control
 
 
-def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float) -> Tensor:
     """The norm of the mean gradient, 0-d float64. `agreement.ask` has been called.
 
     Raises:
-        RuntimeError, ValueError: see `Agreement.answer`; or `error_if_nonfinite` is set, and the norm is not finite.
+        RuntimeError, ValueError: see `Agreement.answer`; or the norm is not finite, and the caller wants an error.
     """
 
     def limit(control: Control) -> float:
@@ -26,12 +26,12 @@ def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float, *, e
         clipping.limit(norm, max_norm)
         return norm
 
-    verdict = None if error_if_nonfinite else agreement.verdict()
+    verdict = None if clipping.needs_host else agreement.verdict()
     if verdict is not None:
         clipping.awaits_norm = True
         agreement.when_answered(limit)
         return verdict.norm
     norm = limit(agreement.answer())
-    if error_if_nonfinite and not math.isfinite(norm):
+    if clipping.needs_host and not math.isfinite(norm):
         raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
     return torch.tensor(norm, dtype=torch.float64)

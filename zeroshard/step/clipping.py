@@ -18,17 +18,19 @@ class Clipping:
         value: bound on the absolute value of each element of the mean gradient, applied after `factor`.
         asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
         awaits_norm: whether the host does not know the norm yet, from which `factor` follows.
+        needs_host: whether the host needs the norm at once.
     """
 
     factor: float = 1.0
     value: float | None = None
     asked: tuple[float, float] | None = None
     awaits_norm: bool = False
+    needs_host: bool = False
 
     def clear(self) -> None:
         """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
         attributes: a new record would be set on one of the two only."""
-        self.factor, self.value, self.asked, self.awaits_norm = 1.0, None, None, False
+        self.factor, self.value, self.asked, self.awaits_norm, self.needs_host = 1.0, None, None, False, False
 
     def limit(self, norm: float, max_norm: float) -> None:
         """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""

@@ -47,6 +47,7 @@ class UnevenInputs:
             RuntimeError: a rank has run out of inputs, and cannot follow this call.
         """
         losses = optimizer.losses
+        optimizer.agreement.ahead.forget()  # a rank without inputs carries out orders
         told = {
             "norm_type": norm_type,
             "step": optimizer.step_values(),

@@ -1,0 +1,39 @@
+"""Every step goes ahead of the host, as fused steps do on a GPU: with any elementwise class, on a CPU, over any
+transport.
+
+    ZEROSHARD_TEST_AHEAD=1 pytest tests/...        for all tests
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroshard.step import ahead, flat_step, gradient_norms
+
+
+def rounded_root(value: Tensor) -> Tensor:
+    """The square root as on GPUs: torch's kernels for CPUs do not round it correctly."""
+    return torch.tensor(math.sqrt(value.item()) if not value.isnan() else math.nan, dtype=value.dtype)
+
+
+@contextmanager
+def ahead_of_host() -> Iterator[None]:
+    run_step = flat_step.run_step
+
+    def unless_void(optimizer: Any, arguments: Any = None, is_void: Tensor | None = None) -> None:
+        if is_void is None or not is_void:
+            run_step(optimizer, arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "has_queue", lambda device: True)
+        patch.setattr(ahead, "is_fused", lambda stepper: True)
+        patch.setattr(flat_step, "run_step", unless_void)
+        patch.setattr(gradient_norms, "root", rounded_root)
+        yield
