@@ -234,10 +234,7 @@ class ShardedOptimizer(TorchOptimizer):
                 `non_finite`), or too many times in a row; the data of a parameter have been replaced.
         """
         expect_arguments(self._classes.of_groups, arguments)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
         self._ask(arguments=arguments)
@@ -257,11 +254,13 @@ class ShardedOptimizer(TorchOptimizer):
         if not skip:
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             if not self.agreement.is_updated:
-                self._update(self.agreement.active(control), self.clipping.update(mean), arguments)
+                self._update(
+                    self.agreement.active(control), self.clipping.update(mean, control.norm_to_clip), arguments
+                )
             self.agreement.learn(control)
         else:
-            norm, rank = control.norm * mean, self.engine.collectives.mesh.world.rank
-            tell(rank, "a step is skipped: gradient norm %s, loss scale %s", norm, scale)
+            words = "a step is skipped: gradient norm %s, loss scale %s"
+            tell(self.engine.collectives.mesh.world.rank, words, control.norm * mean, scale)
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients()
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)

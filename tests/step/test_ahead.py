@@ -167,6 +167,23 @@ def other_settings(training: Training, step: int) -> None:
         group["lr"] = 1e-2
 
 
+def mended_settings(*, forgets: bool) -> Callable[[Training, int], None]:
+    """After an error the same gradients are stepped with: a void update has not changed them, and the clip stays. (On
+    the host the clip has raised.) `forgets`: the second step does not go ahead."""
+
+    def happens(training: Training, step: int) -> None:
+        try:
+            other_settings(training, step)
+        except RuntimeError:
+            if not training.norms:
+                training.clip()
+            if forgets:
+                training.optimizer.agreement.ahead.forget()
+            training.step()
+
+    return happens
+
+
 def later_settings(training: Training, step: int) -> None:
     """They differ only after the comparison, and the next one finds it."""
     training.backward(step)
@@ -293,6 +310,8 @@ EVENTS = {
     "squares overflow in fp32": Event(spoiled(1e30), (*AHEAD, "read", "update"), max_norm=None),
     "another clip on rank 0": Event(other_clip, AHEAD, "different settings. clip_grad_norm_"),
     "another learning rate": Event(other_settings, AHEAD, "different settings. lr"),
+    "another learning rate, then the same": Event(mended_settings(forgets=False), (*AHEAD, *AHEAD)),
+    "another learning rate, then the same, not ahead": Event(mended_settings(forgets=True), (*AHEAD, "read", "update")),
     "another learning rate after the clip": Event(later_settings),
     "no gradients on rank 0": Event(discarded, ("gathers", "read"), "step on rank 0: no gradients"),
     "no backward at all": Event(nothing, ("gathers", "read")),

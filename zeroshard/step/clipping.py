@@ -37,8 +37,16 @@ class Clipping:
         self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self.awaits_norm = False
 
-    def update(self, mean: float) -> Update:
-        """The factor and bound for the step. `mean`: the factor from the buffers' values to the mean gradient."""
+    def update(self, mean: float, norm: float | None = None) -> Update:
+        """The factor and bound for the step.
+
+        Args:
+            mean: the factor from the buffers' values to the mean gradient.
+            norm: of the buffers' values, as `Control.norm_to_clip`.
+        """
+        if self.awaits_norm and self.asked is not None and norm is not None:
+            # The exchange with which the clip began has ended in an error, and the step has asked again.
+            self.limit(norm * mean, self.asked[0])
         return Update(mean * self.factor, self.value)
 
     def settings(self) -> Items:
