@@ -195,7 +195,7 @@ class ShardedOptimizer(TorchOptimizer):
 
         Returns:
             The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients. On the device if the step goes
-            ahead of the host (`step/ahead.py`): reading it waits, and errors of other ranks are raised by `step`.
+            ahead of the host (`step/ahead.py`); then `step` raises errors, and it is NaN if only the host can find it.
 
         Raises:
             ValueError: `max_norm` is not positive.
@@ -238,7 +238,7 @@ class ShardedOptimizer(TorchOptimizer):
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
         self._ask(arguments=arguments)
-        if verdict := self.agreement.verdict():  # 2 goes ahead of the answer
+        if verdict := self.agreement.verdict(updates=True):  # 2 goes ahead of the answer
             self.engine.pool.rest()
             self._update(self.agreement.ahead.active, verdict.update(self.clipping), arguments)
             self.agreement.went_ahead()

@@ -214,6 +214,18 @@ def other_slots(training: Training, step: int) -> None:
         Gated.Inner.open = True
 
 
+def state_between(training: Training, step: int) -> None:
+    """A rank that cannot go ahead takes part in gathers where the others gather: in the step, not in the clip."""
+    try:
+        Gated.Inner.open = training.rank == 1
+        training.backward(step)
+    finally:
+        Gated.Inner.open = True
+    training.clip()
+    training.optimizer.state_dict()
+    training.step()
+
+
 def no_slots(training: Training, step: int) -> None:
     try:
         Gated.Inner.open = False
@@ -222,13 +234,18 @@ def no_slots(training: Training, step: int) -> None:
         Gated.Inner.open = True
 
 
-def by_hand(training: Training, step: int) -> None:
-    training.backward(step)
-    training.optimizer.zero_grad()
-    parameter = next(training.model.parameters())
-    parameter.grad = torch.full(parameter.shape, 0.01 * (1 + training.rank), device=DEVICE)
-    training.clip()
-    training.step()
+def by_hand(on_all: bool) -> Callable[[Training, int], None]:
+    def happens(training: Training, step: int) -> None:
+        training.backward(step)
+        training.optimizer.zero_grad()
+        parameter = next(training.model.parameters())
+        if on_all or training.rank == 0:
+            parameter.grad = torch.full(parameter.shape, 0.01 * (1 + training.rank), device=DEVICE)
+        norm = training.optimizer.clip_grad_norm_(0.02)
+        assert norm.isnan() or norm > 0.02, "ahead of the host: not that of the gradients before"
+        training.step()
+
+    return happens
 
 
 def frozen_before(training: Training, step: int) -> None:
@@ -316,8 +333,10 @@ EVENTS = {
     "no gradients on rank 0": Event(discarded, ("gathers", "read"), "step on rank 0: no gradients"),
     "no backward at all": Event(nothing, ("gathers", "read")),
     "other slots": Event(other_slots, ("gathers", "read", "update"), model=Gated),
+    "other slots, and a read of the state": Event(state_between, ("gathers", "read", "update"), model=Gated),
     "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=Gated),
-    "a gradient by hand": Event(by_hand, ("gathers", "read", "read", "update")),
+    "gradients by hand": Event(by_hand(True), ("gathers", "read", "read", "update")),
+    "a gradient by hand on rank 0": Event(by_hand(False), ("gathers", "read", "read", "update")),
     "frozen before": Event(frozen_before, ("read", "update")),
     "frozen after the forward": Event(frozen_after_forward),
     "clipped twice": Event(twice_clipped),

@@ -76,6 +76,12 @@ class Asked:
     later: list[Settings | None] = field(default_factory=list)
     then: list[Callable[[Control], Any]] = field(default_factory=list)
 
+    def is_about(self, version: object, norm_type: float, by_hand: ByHand) -> bool:
+        """Whether the gradients are still those of this exchange."""
+        waits = {} if self.control is not None else self.by_hand  # the answer has reduced them
+        mine, theirs = ({at: (g.data_ptr(), g._version) for at, g in one.items()} for one in (waits, by_hand))
+        return mine == theirs and self.version == version and self.norm_type == norm_type
+
 
 class Agreement:
     """The agreement of one optimizer with its counterparts on the other ranks.
@@ -156,7 +162,7 @@ class Agreement:
             norm_type = self._asked.norm_type if self._asked else 2.0
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
-        if self._asked and self._asked.version == now and self._asked.norm_type == norm_type and not by_hand:
+        if self._asked and self._asked.is_about(now, norm_type, by_hand):
             self._asked.later.append(settings)
             return
         if self._asked and self._asked.control is None:
@@ -256,10 +262,13 @@ class Agreement:
 
     # Ahead of the answer ---------------------------------------------------------------------------------------------
 
-    def verdict(self) -> Verdict | None:
-        """What the device concludes from the exchange that `ask` has begun; None if the step waits for the answer."""
+    def verdict(self, *, updates: bool = False) -> Verdict | None:
+        """What the device concludes from the exchange that `ask` has begun; None if the ranks wait for the answer.
+        `updates`: None as well if this rank cannot go ahead."""
         asked = self._asked
-        if asked is None or asked.control is not None or asked.status is not Status.READY or not self.ahead.goes:
+        if asked is None or asked.control is not None or not self.ahead.goes:
+            return None
+        if (updates or self._is_alone) and asked.status is not Status.READY:
             return None
         if asked.verdict is None:
             mesh, scale = self._engine.collectives.mesh, self._engine.ledger.scale

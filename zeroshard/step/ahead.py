@@ -120,6 +120,8 @@ class Verdict:
     def __init__(self, question: Question, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> None:
         """`weight`: of this rank's losses; None: on no rank they have one. `scale`: of the gradients."""
         self.mean: float | Tensor
+        self._num_ranks = num_ranks
+        self._status: Tensor | None = None  # of all ranks
         if num_ranks == 1:
             self.is_void = question.sums.isfinite().all().logical_not()
             self._powers = question.sums
@@ -130,6 +132,7 @@ class Verdict:
         row = Row[Tensor].read(numbers_in(question.sums, ROOM), num_groups)
         digests = torch.cat([question.sums[: alike.WIDTH], row.collectives, row.settings, row.samples, row.gradients])
         self._powers = row.norm_terms.view(-1, exact.WIDTH)
+        self._status = row.status
         are_ready = row.status[int(Status.READY)] == num_ranks
         self.is_void = alike.differ(digests.view(-1, alike.WIDTH)) | ~are_ready | self._powers[:, exact.LIMBS].any()
         self.mean = num_ranks / (num_ranks * scale)
@@ -140,8 +143,12 @@ class Verdict:
 
     @cached_property
     def norm(self) -> Tensor:
-        """0-d float64: of the mean gradient, before it is clipped."""
+        """0-d float64: of the mean gradient, before it is clipped; NaN if a rank is not ready, or its gradients are set
+        by hand and still have to be reduced."""
         norm = norm_to_clip_on_device(self._powers)
+        if self._status is not None:
+            ready = self._status[int(Status.READY)] + self._status[int(Status.NOT_AHEAD)]
+            norm = torch.where(ready == self._num_ranks, norm, math.nan)
         return norm if isinstance(self.mean, float) and self.mean == 1.0 else norm * self.mean
 
     def update(self, clipping: Clipping) -> Update:

@@ -26,7 +26,10 @@ def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float) -> T
         clipping.limit(norm, max_norm)
         return norm
 
-    verdict = None if clipping.needs_host else agreement.verdict()
+    # Also on a rank that cannot go ahead: it takes part in the gathers of the others before it reads the answer, and so
+    # all ranks must read it at the same place of the program.
+    at_once = clipping.needs_host or clipping.asked is None or clipping.asked[1] != 2
+    verdict = None if at_once else agreement.verdict()
     if verdict is not None:
         clipping.awaits_norm = True
         agreement.when_answered(limit)
