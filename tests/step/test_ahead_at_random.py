@@ -23,14 +23,27 @@ from zeroshard.testing import run_ranks
 STEPS = 12
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 SOME = (5, 118, 123, 201, 302)
-"""Two of them have found a rank that took part in gathers when it clipped, and the others when they stepped."""
 SEEDS = range(400, 480) if EVERYTHING else SOME
 CLASSES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"lr": 1e-2}),
     (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
     (torch.optim.SGD, {"lr": 1e-2}),
 ]
-RARE = ("clip value", "edit", "freeze", "gate", "NaN", "state", "write", "save", "load", "lr", "clip again", "discard")
+RARE = (
+    "by hand",
+    "clip value",
+    "edit",
+    "freeze",
+    "gate",
+    "NaN",
+    "state",
+    "write",
+    "save",
+    "load",
+    "lr",
+    "clip again",
+    "discard",
+)
 
 
 class Step(NamedTuple):
@@ -85,6 +98,9 @@ class Training:
         finally:
             Gated.Inner.open = True
             hook.remove()
+        if "by hand" in actions and self.scale == 1.0 and not self.is_weighted:
+            weight = self.model.head.weight
+            weight.grad = torch.full(weight.shape, 0.01 * (1 + self.rank), dtype=weight.grad_dtype, device=DEVICE)
         if "discard" in actions:
             self.clip(0.1)
             for optimizer in self.optimizers:
@@ -128,6 +144,8 @@ class Training:
             zeroshard.save(self.folder, self.handle, self.optimizers, step=number)
         for optimizer in self.optimizers if self.chosen.random() < 0.6 else ():
             optimizer.zero_grad()
+        if "by hand" in actions:
+            norms.clear()  # the device does not know them
         return Step(actions, repr([*found, *(norm.item() for norm in norms)]), self.state())
 
     def state(self) -> State:
