@@ -303,6 +303,13 @@ def other_clip(training: Training, step: int) -> None:
     training.step()
 
 
+def norm_changed(training: Training, step: int) -> None:
+    """The norm that a clip has returned is the caller's."""
+    training.backward(step)
+    training.optimizer.clip_grad_norm_(0.1).mul_(1e-3)
+    training.step()
+
+
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -346,6 +353,7 @@ EVENTS = {
     "the host is asked for the norm": Event(stops_on_nan, ("gathers", "read", "update")),
     "no weight": Event(plain, AHEAD, "are 0", weight=lambda rank, step: 0.0 if step == AT else 1.0),
     "large norms are skipped": Event(plain, ("read", "update"), policy={"skip_norm_above": 1e6}),
+    "its norm is changed": Event(norm_changed),
 }
 
 

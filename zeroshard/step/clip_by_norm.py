@@ -33,7 +33,7 @@ def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float) -> T
     if verdict is not None:
         clipping.awaits_norm = True
         agreement.when_answered(limit)
-        return verdict.norm
+        return verdict.norm.clone()  # the caller may write to it, and the update computes its factor from this one
     norm = limit(agreement.answer())
     if clipping.needs_host and not math.isfinite(norm):
         raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
