@@ -310,6 +310,14 @@ def norm_changed(training: Training, step: int) -> None:
     training.step()
 
 
+def of_bf16(training: Training, step: int) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        plain(training, step)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -354,6 +362,8 @@ EVENTS = {
     "no weight": Event(plain, AHEAD, "are 0", weight=lambda rank, step: 0.0 if step == AT else 1.0),
     "large norms are skipped": Event(plain, ("read", "update"), policy={"skip_norm_above": 1e6}),
     "its norm is changed": Event(norm_changed),
+    "another default dtype": Event(of_bf16, max_norm=None, clip_value=1e-3),
+    "another default dtype, scaled": Event(of_bf16, max_norm=None, scale=3.0),
 }
 
 

@@ -160,7 +160,12 @@ class Verdict:
             limit = torch.full_like(self.norm, max_norm) / (self.norm + 1e-6)  # not `/` of a number, which is inexact
             factor = limit.clamp_(max=1.0) * self.mean  # a norm that is not finite makes the update void
         if isinstance(factor, Tensor) or factor != 1.0:
-            factor = torch.where(self.is_void, 1.0, factor).to(torch.float32)
+            factor = self._unless_void(factor, 1.0)
         if clipping.value is not None:
-            bound = torch.where(self.is_void, math.inf, clipping.value).to(torch.float32)
+            bound = self._unless_void(clipping.value, math.inf)
         return Update(factor, bound, self.is_void.to(torch.float32))
+
+    def _unless_void(self, value: float | Tensor, of_void: float) -> Tensor:
+        if not isinstance(value, Tensor):  # `where` of two numbers is of the default dtype, which may be bf16
+            value = torch.full((), value, dtype=torch.float64, device=self.is_void.device)
+        return torch.where(self.is_void, of_void, value).to(torch.float32)
