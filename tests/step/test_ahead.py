@@ -318,6 +318,13 @@ def of_bf16(training: Training, step: int) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def fewer_samples(training: Training, step: int) -> None:
+    """A rank that has completed fewer gathers has fewer samples. Their digests differ, and nothing else does."""
+    if training.rank:
+        training.handle.engine.collectives.samples.forget()
+    plain(training, step)
+
+
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -364,6 +371,7 @@ EVENTS = {
     "its norm is changed": Event(norm_changed),
     "another default dtype": Event(of_bf16, max_norm=None, clip_value=1e-3),
     "another default dtype, scaled": Event(of_bf16, max_norm=None, scale=3.0),
+    "fewer samples on rank 1": Event(fewer_samples, (*AHEAD, "update")),
 }
 
 

@@ -217,6 +217,8 @@ def _ask_all(
         of_groups = [row.norm_terms[at : at + exact.WIDTH] for at in range(0, len(row.norm_terms), exact.WIDTH)]
         finite = not any(of_group[exact.LIMBS] for of_group in of_groups)
         weight = exact.nearly(row.weight)
+        # Also where nothing has raised: digests may differ because a rank has more samples than another one.
+        all_alike = all(map(alike.are_alike, (row.collectives, row.settings, row.samples, row.gradients)))
         return Control(
             status=status,
             weight=weight,
@@ -225,7 +227,7 @@ def _ask_all(
             norm_type=norms.kind,
             finite=finite,
             present=_of_any(row.present, len(own.present), world.size),
-            holds_ahead=row.status[Status.READY] == world.size and finite and weight > 0,
+            holds_ahead=row.status[Status.READY] == world.size and all_alike and finite and weight > 0,
         )
 
     return Question(sums.on_device, answer)
