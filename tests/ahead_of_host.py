@@ -33,7 +33,7 @@ def ahead_of_host() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "has_queue", lambda device: True)
-        patch.setattr(ahead, "is_fused", lambda stepper: True)
+        patch.setattr(ahead, "is_fused", lambda stepper, options: True)
         patch.setattr(flat_step, "run_step", unless_void)
         patch.setattr(gradient_norms, "root", rounded_root)
         yield

@@ -325,6 +325,18 @@ def fewer_samples(training: Training, step: int) -> None:
     plain(training, step)
 
 
+def not_fused(training: Training, step: int) -> None:
+    (group,) = training.optimizer.param_groups
+    group["fused"] = False  # as a state dict that was saved without `fused` does
+    plain(training, step)
+    group["fused"] = True
+
+
+def without_state(training: Training, step: int) -> None:
+    training.optimizer.state.clear()
+    spoiled(math.nan)(training, step)
+
+
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -372,6 +384,11 @@ EVENTS = {
     "another default dtype": Event(of_bf16, max_norm=None, clip_value=1e-3),
     "another default dtype, scaled": Event(of_bf16, max_norm=None, scale=3.0),
     "fewer samples on rank 1": Event(fewer_samples, (*AHEAD, "update")),
+    "no longer fused": Event(not_fused, ("gathers", "read", "update")),
+    "without its state": Event(
+        without_state, ("gathers", "read", "read"), optimizer=torch.optim.SGD, policy={"non_finite": "skip"}
+    ),
+    "adamw without its state": Event(without_state, ("gathers", "read", "read"), policy={"non_finite": "skip"}),
 }
 
 

@@ -115,7 +115,7 @@ class Agreement:
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
         self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
-        self.ahead = Ahead(engine, state)
+        self.ahead = Ahead(engine, groups, state)
         self._asked: Asked | None = None
 
     @property

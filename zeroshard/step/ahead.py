@@ -26,11 +26,13 @@ from zeroshard.comm import alike
 from zeroshard.comm.packets import ROOM, numbers_in
 from zeroshard.layout import exact
 from zeroshard.runtime.engine import Engine
+from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control, Question, Row, Status, row_numbers
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.gradient_norms import norm_to_clip_on_device
 from zeroshard.step.optimizer_state import OptimizerState
+from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import Update
 from zeroshard.step.steppers import Steppers
 from zeroshard.storage.unit import Unit
@@ -51,9 +53,9 @@ class Ahead:
         active: the slots of each unit that took part in the last step.
     """
 
-    def __init__(self, engine: Engine, state: OptimizerState) -> None:
+    def __init__(self, engine: Engine, groups: ParamGroups, state: OptimizerState) -> None:
         self.active: dict[Unit, list[bool]] = {}
-        self._engine, self._state = engine, state
+        self._engine, self._groups, self._state = engine, groups, state
         self._flags: Sequence[bool] = ()
         self._after: tuple[Steppers, int] | None = None  # what has stepped last, if all ranks could go ahead
 
@@ -81,7 +83,8 @@ class Ahead:
             needs_host: whether something else in this step does.
         """
         is_known = has_queue(self._engine.collectives.device) and flags == self._flags and norm_type == 2
-        return Status.READY if is_known and not needs_host and _can_be_void(self._state.steppers) else Status.NOT_AHEAD
+        is_ahead = is_known and not needs_host and _can_be_void(self._state.steppers, self._groups.lists)
+        return Status.READY if is_ahead else Status.NOT_AHEAD
 
     def learn(self, control: Control, active: dict[Unit, list[bool]], flags: Sequence[bool]) -> None:
         """After a step. `flags`: as above."""
@@ -89,19 +92,30 @@ class Ahead:
         self._after = self._now if control.holds_ahead else None
 
 
-def is_fused(stepper: FlatStep) -> bool:
-    """Whether the step of the class can be made void on the device."""
-    return type(stepper.optimizer) in _FUSED and all(group.get("fused") for group in stepper.optimizer.param_groups)
+def is_fused(stepper: FlatStep, options: Sequence[Options]) -> bool:
+    """Whether the step of the class can be made void on the device, with these options of the user's param groups: a
+    state dict, or the user, may have changed them. A step that makes its state is not void: SGD leaves arbitrary values
+    in it."""
+    is_sgd = isinstance(stepper.optimizer, torch.optim.SGD)
+    return (
+        type(stepper.optimizer) in _FUSED
+        and all(options[index].get("fused") for index in stepper.assignment.options)
+        and all(
+            stepper.state.inner.state_of(piece.tensor).get("momentum_buffer" if is_sgd else "exp_avg") is not None
+            for piece in stepper.state.pieces
+            if piece.active and not (is_sgd and options[piece.group]["momentum"] == 0)
+        )
+    )
 
 
-def _can_be_void(steppers: Steppers) -> bool:
-    """Whether these steps can be made void: fused steps of torch's classes, in fp32."""
+def _can_be_void(steppers: Steppers, options: Sequence[Options]) -> bool:
+    """Whether these steps can be made void: fused steps of torch's classes, in fp32. `options`: of all param groups."""
     num_groups = sum(len(stepper.assignment.options) for stepper in steppers.all)
     return (
         row_numbers(num_groups, 0, 1) <= ROOM
         and all(
             isinstance(stepper, FlatStep)
-            and is_fused(stepper)
+            and is_fused(stepper, options)
             and all(unit.main.dtype == torch.float32 for unit in stepper.assignment.groups)
             for stepper in steppers.all
         )
