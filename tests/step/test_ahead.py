@@ -337,6 +337,15 @@ def without_state(training: Training, step: int) -> None:
     spoiled(math.nan)(training, step)
 
 
+def sparse_by_hand(training: Training, step: int) -> None:
+    training.backward(step)
+    training.optimizer.zero_grad()
+    parameter = next(training.model.parameters())
+    parameter.grad = torch.full(parameter.shape, 0.01, device=DEVICE).to_sparse()
+    training.optimizer.clip_grad_norm_(0.02)
+    training.step()
+
+
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -389,6 +398,7 @@ EVENTS = {
         without_state, ("gathers", "read", "read"), optimizer=torch.optim.SGD, policy={"non_finite": "skip"}
     ),
     "adamw without its state": Event(without_state, ("gathers", "read", "read"), policy={"non_finite": "skip"}),
+    "a sparse gradient by hand": Event(sparse_by_hand, ("gathers", "read", "read", "update")),
 }
 
 

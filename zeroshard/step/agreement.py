@@ -79,7 +79,7 @@ class Asked:
     def is_about(self, version: object, norm_type: float, by_hand: ByHand) -> bool:
         """Whether the gradients are still those of this exchange."""
         waits = {} if self.control is not None else self.by_hand  # the answer has reduced them
-        mine, theirs = ({at: (g.data_ptr(), g._version) for at, g in one.items()} for one in (waits, by_hand))
+        mine, theirs = ({at: _address(gradient) for at, gradient in one.items()} for one in (waits, by_hand))
         return mine == theirs and self.version == version and self.norm_type == norm_type
 
 
@@ -432,6 +432,13 @@ class Agreement:
             first = min(micro_batch for micro_batch, *_ in origins)
             return "; ".join(f"{what} on rank {rank}" for micro_batch, what, rank in origins if micro_batch == first)
         return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
+
+
+def _address(gradient: Tensor) -> int:
+    """Where the values of a gradient lie, which may be sparse. (Not its version: `detach` shares it.)"""
+    if gradient.layout is not torch.strided:
+        gradient = gradient._values() if gradient.is_sparse else gradient.values()
+    return gradient.data_ptr()
 
 
 _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
