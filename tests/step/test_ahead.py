@@ -497,3 +497,38 @@ def test_an_update_that_is_not_void_is_found(event: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(ahead.Verdict, "__init__", never_void)
     with timed_ranks("early"):
         assert any("state" in line for line in differences(2, "zero1", event))
+
+
+def after_a_join(rank: int, is_ahead: bool) -> Run:
+    """In the join, and in the first step after it, the gradient is not finite."""
+    with pytest.MonkeyPatch.context() as patch, travelling("native"):
+        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
+        if DEVICE.type == "cpu":
+            patch.setattr(gradient_norms, "root", rounded_root)
+        training = Training(rank, "zero1", Event(plain, policy={"non_finite": "skip"}))
+        training.norms, training.found, calls = [], [], []
+        for step in range(4):
+            plain(training, step)
+        with training.handle.join():
+            if rank == 0:
+                spoiled(math.nan)(training, 4)
+        training.found.clear()
+        for step in range(5, 8):
+            with recorded() as called:
+                (spoiled(math.nan) if step == 5 else plain)(training, step)
+            calls.append(called)
+        run = Run([training.found], training.handle.full_state_dict(), calls)
+        training.handle.close()
+        return run
+
+
+def both_after_a_join(rank: int) -> tuple[Run, Run]:
+    return after_a_join(rank, True), after_a_join(rank, False)
+
+
+def test_after_a_join_all_ranks_go_ahead_or_none() -> None:
+    with timed_ranks("early"):
+        for of_ahead, of_host in run_ranks(both_after_a_join, 2):
+            assert of_ahead.calls == [["read", "read"], ["read", "update"], list(AHEAD)]
+            assert of_ahead.found == of_host.found
+            assert same_bits(of_ahead.state, of_host.state)

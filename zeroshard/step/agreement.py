@@ -127,7 +127,6 @@ class Agreement:
     def following(self) -> Iterator[None]:
         """Inside, this rank carries out an order, and has no settings of its own to compare."""
         self.follows = True
-        self.ahead.forget()  # a follower does as it is told
         try:
             yield
         finally:
@@ -216,6 +215,7 @@ class Agreement:
         if orders is None:
             yield
             return
+        self.ahead.forget()  # on leaders and followers alike: what they remember must stay equal
         if id(self) not in orders.names:
             raise InvalidState("join: build the optimizer before `with handle.join():`")
         orders.expect_no_edits(version)
