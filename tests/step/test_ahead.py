@@ -5,7 +5,9 @@ On a CPU nothing is queued. There these tests let the engine believe that it is,
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -532,3 +534,23 @@ def test_after_a_join_all_ranks_go_ahead_or_none() -> None:
             assert of_ahead.calls == [["read", "read"], ["read", "update"], list(AHEAD)]
             assert of_ahead.found == of_host.found
             assert same_bits(of_ahead.state, of_host.state)
+
+
+def is_freed(rank: int) -> bool:
+    with pytest.MonkeyPatch.context() as patch, travelling("native"):
+        patch.setattr(ahead, "has_queue", lambda device: True)
+        training = Training(rank, "zero1", EVENTS["nothing"])
+        training.norms, training.found = [], []
+        for step in range(3):
+            plain(training, step)
+        (stepper,) = training.optimizer.steppers
+        state = weakref.ref(stepper)
+        del stepper
+        training.handle.close()
+        gc.collect()
+        return state() is None
+
+
+def test_what_is_remembered_does_not_keep_the_state() -> None:
+    with timed_ranks("early"):
+        assert run_ranks(is_freed, 2) == [True, True]

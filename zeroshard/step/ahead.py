@@ -16,6 +16,7 @@ gathers.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -57,7 +58,8 @@ class Ahead:
         self.active: dict[Unit, list[bool]] = {}
         self._engine, self._groups, self._state = engine, groups, state
         self._flags: Sequence[bool] = ()
-        self._after: tuple[Steppers, int] | None = None  # what has stepped last, if all ranks could go ahead
+        # What has stepped last, if all ranks could go ahead.
+        self._after: tuple[weakref.ref[Steppers], int] | None = None
 
     @property
     def goes(self) -> bool:
@@ -66,9 +68,10 @@ class Ahead:
         return self._after == self._now and self._engine.collectives.orders is None
 
     @property
-    def _now(self) -> tuple[Steppers, int]:
+    def _now(self) -> tuple[weakref.ref[Steppers], int]:
         """The steppers, and how often what trains has changed: which units are gathered after a step depends on it."""
-        return self._state.steppers, self._engine.freezing.num_changes
+        # A weak reference: steppers that have been replaced, or let go, have state that must be freed.
+        return weakref.ref(self._state.steppers), self._engine.freezing.num_changes
 
     def forget(self) -> None:
         """No rank goes ahead before the next update."""
