@@ -554,3 +554,39 @@ def is_freed(rank: int) -> bool:
 def test_what_is_remembered_does_not_keep_the_state() -> None:
     with timed_ranks("early"):
         assert run_ranks(is_freed, 2) == [True, True]
+
+
+def two_optimizers(rank: int, is_ahead: bool) -> tuple[list[float], State]:
+    """Both clip before either steps, and no clip has an effect. Rank 0 cannot go ahead with the first one in step AT."""
+    with pytest.MonkeyPatch.context() as patch, travelling("native"):
+        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
+        if DEVICE.type == "cpu":
+            patch.setattr(gradient_norms, "root", rounded_root)
+        model = make(Gated)
+        handle = zeroshard.shard(model, "ddp", units=Block)
+        blocks = list(model.blocks.parameters())
+        rest = [one for one in model.parameters() if all(one is not other for other in blocks)]
+        both = [zeroshard.ShardedOptimizer(some, torch.optim.AdamW, **ADAMW) for some in (blocks, rest)]
+        norms = []
+        for step in range(STEPS):
+            Gated.Inner.open = rank == 1 or step != AT
+            loss_of_tokens(model, rank, 0, step).backward()
+            Gated.Inner.open = True
+            found = [optimizer.clip_grad_norm_(1e6) for optimizer in both]
+            for optimizer in both:
+                optimizer.step()
+            norms += [norm.item() for norm in found]
+        state = handle.full_state_dict()
+        handle.close()
+        return norms, state
+
+
+def both_of_two(rank: int) -> Any:
+    return two_optimizers(rank, True), two_optimizers(rank, False)
+
+
+def test_two_optimizers_ask_alike_on_all_ranks() -> None:
+    with timed_ranks("random"):
+        for (norms, state), (norms_of_host, state_of_host) in run_ranks(both_of_two, 2):
+            assert norms == norms_of_host
+            assert same_bits(state, state_of_host)

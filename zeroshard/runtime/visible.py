@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -57,7 +58,7 @@ class VisibleGradients:
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
         self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
         self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
-        self._edits = 0
+        self._edits = self._num_writes_of_steps = 0
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
@@ -70,7 +71,21 @@ class VisibleGradients:
     @property
     def version(self) -> tuple[int, ...]:
         # The bucket's version counter counts in-place edits of `p.grad`, which is a view of it.
-        return self._edits, sum(grads.buffer.version for grads in self._grads.values() if grads.means_in_full)
+        return self._edits, self._num_writes - self._num_writes_of_steps
+
+    @property
+    def _num_writes(self) -> int:
+        return sum(grads.buffer.version for grads in self._grads.values() if grads.means_in_full)
+
+    @contextmanager
+    def unedited(self) -> Iterator[None]:
+        """Inside, a step writes to the gradients that it uses. For other optimizers this changes none, and whether it
+        writes at all may differ between ranks: an update ahead of the host multiplies by 1 where the host does not."""
+        before = self._num_writes
+        try:
+            yield
+        finally:
+            self._num_writes_of_steps += self._num_writes - before
 
     def changed(self) -> None:
         """Count a change of reduced gradients."""

@@ -83,9 +83,11 @@ class Steppers:
                 # an update is void, the host may need them again.)
                 self._consume(unit)
 
-        for stepper in self.all:
-            stepper.set_active(active)
-            stepper.step(options, update, _stop_gathering, updated, arguments_for(type(stepper.optimizer), arguments))
+        with self._engine.reducer.visible.unedited():
+            for stepper in self.all:
+                stepper.set_active(active)
+                of_class = arguments_for(type(stepper.optimizer), arguments)
+                stepper.step(options, update, _stop_gathering, updated, of_class)
         self._engine.gatherer.read()
 
     @torch.no_grad()
