@@ -15,7 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kit import DEVICE
 from zeroshard.step import ahead, flat_step, gradient_norms
+
+_IS_FUSED, _RUN_STEP = ahead.is_fused, flat_step.run_step
 
 
 def rounded_root(value: Tensor) -> Tensor:
@@ -36,4 +39,16 @@ def ahead_of_host() -> Iterator[None]:
         patch.setattr(ahead, "is_fused", lambda stepper, options: True)
         patch.setattr(flat_step, "run_step", unless_void)
         patch.setattr(gradient_norms, "root", rounded_root)
+        yield
+
+
+@contextmanager
+def queued(*, is_ahead: bool = True) -> Iterator[None]:
+    """Operations on the device are queued, as on a GPU, or they are not. What goes ahead is the engine's own choice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
+        patch.setattr(ahead, "is_fused", _IS_FUSED)  # whatever all tests do
+        patch.setattr(flat_step, "run_step", _RUN_STEP)
+        if DEVICE.type == "cpu":
+            patch.setattr(gradient_norms, "root", rounded_root)
         yield

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.ahead_of_host import rounded_root
+from tests.ahead_of_host import queued
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.comm.packets import Unread
-from zeroshard.step import ahead, gradient_norms
+from zeroshard.step import ahead
 from zeroshard.step.steppers import Steppers
 from zeroshard.testing import run_ranks
 
@@ -405,10 +405,7 @@ EVENTS = {
 
 
 def run_of(rank: int, plan: Any, event: str, is_ahead: bool) -> Run:
-    with pytest.MonkeyPatch.context() as patch, travelling("native"):
-        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
-        if DEVICE.type == "cpu":
-            patch.setattr(gradient_norms, "root", rounded_root)
+    with queued(is_ahead=is_ahead), travelling("native"):
         training = Training(rank, plan, EVENTS[event])
         run = training.run()
         training.handle.close()
@@ -446,8 +443,7 @@ def test_what_goes_ahead_is_what_follows_the_answer(event: str) -> None:
 
 
 def clips_on_the_host(rank: int) -> list[list[str]]:
-    with pytest.MonkeyPatch.context() as patch, travelling("native"):
-        patch.setattr(ahead, "has_queue", lambda device: True)
+    with queued(), travelling("native"):
         training = Training(rank, "zero1", EVENTS["not clipped"])
         found = []
         for step in range(4):
@@ -503,10 +499,7 @@ def test_an_update_that_is_not_void_is_found(event: str, monkeypatch: pytest.Mon
 
 def after_a_join(rank: int, is_ahead: bool) -> Run:
     """In the join, and in the first step after it, the gradient is not finite."""
-    with pytest.MonkeyPatch.context() as patch, travelling("native"):
-        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
-        if DEVICE.type == "cpu":
-            patch.setattr(gradient_norms, "root", rounded_root)
+    with queued(is_ahead=is_ahead), travelling("native"):
         training = Training(rank, "zero1", Event(plain, policy={"non_finite": "skip"}))
         training.norms, training.found, calls = [], [], []
         for step in range(4):
@@ -537,8 +530,7 @@ def test_after_a_join_all_ranks_go_ahead_or_none() -> None:
 
 
 def is_freed(rank: int) -> bool:
-    with pytest.MonkeyPatch.context() as patch, travelling("native"):
-        patch.setattr(ahead, "has_queue", lambda device: True)
+    with queued(), travelling("native"):
         training = Training(rank, "zero1", EVENTS["nothing"])
         training.norms, training.found = [], []
         for step in range(3):
@@ -557,11 +549,8 @@ def test_what_is_remembered_does_not_keep_the_state() -> None:
 
 
 def two_optimizers(rank: int, is_ahead: bool) -> tuple[list[float], State]:
-    """Both clip before either steps, and no clip has an effect. Rank 0 cannot go ahead with the first one in step AT."""
-    with pytest.MonkeyPatch.context() as patch, travelling("native"):
-        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
-        if DEVICE.type == "cpu":
-            patch.setattr(gradient_norms, "root", rounded_root)
+    """Both clip before either steps, without effect. Rank 0 cannot go ahead with the first one in step AT."""
+    with queued(is_ahead=is_ahead), travelling("native"):
         model = make(Gated)
         handle = zeroshard.shard(model, "ddp", units=Block)
         blocks = list(model.blocks.parameters())

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from tests.ahead_of_host import rounded_root
+from tests.ahead_of_host import queued
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, State, loss_of_tokens, make, same_bits, travelling
 from tests.step.test_ahead import recorded
 from tests.timed_backend import TIMINGS, timed_ranks
-from zeroshard.step import ahead, gradient_norms
+from zeroshard.step import ahead
 from zeroshard.testing import run_ranks
 
 STEPS = 12
@@ -158,10 +158,7 @@ class Training:
 
 def run(rank: int, plan: str, seed: int, folder: Path, is_ahead: bool) -> tuple[list[Step], int]:
     """The steps, and how many updates went ahead."""
-    with pytest.MonkeyPatch.context() as patch, travelling("native"), recorded() as called:
-        patch.setattr(ahead, "has_queue", lambda device: is_ahead)
-        if DEVICE.type == "cpu":
-            patch.setattr(gradient_norms, "root", rounded_root)
+    with queued(is_ahead=is_ahead), travelling("native"), recorded() as called:
         training = Training(rank, plan, seed, folder / str(is_ahead))
         steps = [training.step(number) for number in range(STEPS)]
         training.handle.close()
