@@ -101,6 +101,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, metavar="NAME")
+    step_time.add_units(parser)
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--layers", type=int, default=4)
@@ -111,7 +112,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write all times and losses to this file")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(tied=False, clip=0.0, device="cpu", other=None, starts=1)
+    parser.set_defaults(tied=False, clip=0.0, device="cpu", other=None, starts=1, messages=False)
     options = parser.parse_args()
     if options.steps < 2 or options.hosts < 2:
         parser.error("--steps and --hosts must be at least 2")

@@ -142,18 +142,23 @@ class Contender:
 class Setting:
     """What all contenders share. `adamw`: arguments of `torch.optim.AdamW`. `dtype`: of the model as it is built.
     `mixed`: it computes in bf16, and the optimizer updates fp32 values: here an fp32 copy of bf16 weights; FSDP2's
-    mixed precision; autocast in the others."""
+    mixed precision; autocast in the others. `units`, `messages`: as the options."""
 
     adamw: dict[str, Any]
     dtype: torch.dtype
     device: str
     mixed: bool = False
+    units: str = "block"
+    messages: bool = False
 
 
 def ours(plan: str, version: Version, model: nn.Module, setting: Setting) -> Contender:
     zeroshard, dtype = version.package, setting.dtype
     precision = "bf16" if setting.mixed else zeroshard.MixedPrecision(dtype, dtype, None, dtype)
-    handle = zeroshard.shard(model, plan, units=version.model.Block, precision=precision)
+    if setting.messages:
+        importlib.import_module("zeroshard.comm.collectives").Collectives._try_to_share = lambda self: None
+    are_blocks = setting.units == "block" or (setting.units == "advised" and plan == "zero3")
+    handle = zeroshard.shard(model, plan, units=version.model.Block if are_blocks else None, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **setting.adamw)
     engine = getattr(handle, "engine", handle)  # older checkouts have no engine beside the handle
     settle = engine.gatherer.settle
@@ -278,9 +283,8 @@ def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, A
     shape = {key: getattr(options, key) for key in ("layers", "width", "heads", "context", "tied")}
     this = Version(None)
     other = Version(options.other.resolve()) if options.other is not None else this
-    setting = Setting(
-        {"lr": 3e-4, "weight_decay": 0.1, "fused": True}, dtype, options.device, options.dtype == "bf16-mixed"
-    )
+    adamw, mixed = {"lr": 3e-4, "weight_decay": 0.1, "fused": True}, options.dtype == "bf16-mixed"
+    setting = Setting(adamw, dtype, options.device, mixed, options.units, options.messages)
     contenders = {}
     for name in options.contenders:
         if name == PLAIN and dist.get_world_size() > 1:
@@ -418,6 +422,12 @@ def interval(plan: Sequence[float], peer: Sequence[float], starts: int, draws: i
     return ratios[draws // 40], ratios[-draws // 40 - 1]
 
 
+def add_units(parser: argparse.ArgumentParser) -> None:
+    kinds = "blocks of the model, or groups of neighbours up to 32 MiB (the default of zeroshard.shard)"
+    what = f"units of zeroshard: {kinds}; advised: blocks under zero3, else groups"
+    parser.add_argument("--units", choices=("advised", "block", "group"), default="advised", help=what)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -432,6 +442,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    add_units(parser)
+    parser.add_argument("--messages", action="store_true", help="zeroshard sends messages, as between hosts")
     parser.add_argument("--threads", type=int, default=0, help="per rank on CPU; 0: cores / ranks, at least 1")
     kinds = "of weights, gradients and state; bf16-mixed: see Setting"
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp32", help=kinds)
