@@ -20,7 +20,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import NUM_RANKS, PLANS
 from tests.together import on_ranks
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankError, run_ranks
 
 Case = Callable[[int, Any, Any, Any], object]
 SHARDED = ["zero1", "zero2", "zero3"] if EVERYTHING else ["zero2", "zero3"]
@@ -333,6 +333,32 @@ class OtherTorchClip(Run):
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_every_rank_says_what_was_done_to_a_gradient(num_ranks: int) -> None:
     expect_named(num_ranks, itertools.product([OtherFactor, FactorOnOne, OtherTorchClip], SHARDED))
+
+
+def changed_after_a_clip(rank: int, plan: str, ranks: tuple[int, ...]) -> float:
+    """These ranks change a gradient between clip and step. Returns the sum of all weights."""
+    model = build()
+    handle = zeroshard.shard(model, plan)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        model(torch.ones(4, 16) + rank).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        if rank in ranks:
+            next(model.parameters()).grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    total = sum(value.double().sum().item() for value in handle.full_state_dict().values())
+    handle.close()
+    return total
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_gradient_that_one_rank_changes_after_a_clip(plan: str) -> None:
+    """That rank has to agree once more, and the others step. They must not wait for each other."""
+    both, none = (run_ranks(changed_after_a_clip, 2, plan, ranks) for ranks in ((0, 1), ()))
+    assert both[0] == both[1] != none[0] == none[1]
+    with pytest.raises(RankError, match=r"rank 1 is at .* have changed since clip_grad_norm_ .* load a checkpoint"):
+        run_ranks(changed_after_a_clip, 2, plan, (1,))
 
 
 @on_ranks(3)

@@ -167,6 +167,7 @@ class Messages:
         self._channels: dict[tuple[tuple[int, ...], str], int] = {}
         self._numbers: dict[str, int] = {}
         self._known: dict[int, str] = {}
+        self._points_of_steps: set[str] = set()
         self._not_compared: dict[str, deque[Announcement]] = {}
 
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
@@ -209,9 +210,11 @@ class Messages:
     def _apart(self, announced: Announcement, other: int, mine: str, theirs: str) -> str:
         """`other`: a rank of the axis."""
         peer = announced.axis.ranks[other]
+        updates = any(point in mine + theirs for point in self._points_of_steps)
+        state = "Some ranks have made their update: load a checkpoint" if updates else "Nothing has been updated"
         return (
             f"{announced.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
-            f"{watch.where_is(peer)}. Nothing has been updated. Every rank must run the same units in the same order. "
+            f"{watch.where_is(peer)}. {state}. Every rank must run the same units in the same order. "
             "Calls like full_state_dict, unsharded, state_dict, save and load are collective: make them on every rank"
         )
 
@@ -219,10 +222,12 @@ class Messages:
         """A wait. `at`: what for, for the watch."""
         return Failing(self, at)
 
-    def introduce(self, *abouts: str) -> None:
-        """Register what a message may be about, so that its number can be turned into words."""
+    def introduce(self, *abouts: str, updates: bool = False) -> None:
+        """Register what a message may be about, so that its number can be turned into words. `updates`: these are
+        points of a step; ranks that are not there have begun their update."""
         for about in abouts:
             self._number_of(about)
+        self._points_of_steps.update(abouts if updates else ())
 
     def acknowledge(self, axis: Axis, kind: str) -> list[Any]:
         """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the

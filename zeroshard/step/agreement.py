@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.settings import Settings, SettingsReport, plain
 from zeroshard.errors import InvalidState, InvalidValue
@@ -116,6 +117,7 @@ class Agreement:
         self._reported = SettingsReport()
         self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
         self.ahead = Ahead(engine, groups, state)
+        engine.collectives.messages.introduce(_AGAIN, updates=True)
         self._asked: Asked | None = None
 
     @property
@@ -164,8 +166,10 @@ class Agreement:
         if self._asked and self._asked.is_about(now, norm_type, by_hand):
             self._asked.later.append(settings)
             return
-        if self._asked and self._asked.control is None:
-            self.answer()  # a clip depends on the norm before the gradients have changed
+        if self._asked:
+            if self._asked.control is None:
+                self.answer()  # a clip depends on the norm before the gradients have changed
+            _meet_again(self._engine.collectives)
         self._reported.begin(settings)
         try:
             with self._told(norm_type, now):
@@ -243,7 +247,8 @@ class Agreement:
         gradients = list(self._state.steppers.own_gradients()) if status is Status.READY else []
         overflows = self.losses.overflows()
         if status is Status.READY:
-            needs_host |= overflows is not None or self._needs_host
+            is_unscaled = self.losses.default is not None and not self.losses.used  # a step then raises
+            needs_host |= overflows is not None or is_unscaled or self._skip_norm_above is not None
             status = self.ahead.status(flags, norm_type, needs_host=needs_host)
         contribution = Contribution(
             status,
@@ -254,11 +259,6 @@ class Agreement:
         )
         question = ask(self._engine.collectives, contribution, self._reported, self.same)
         return Asked(self._engine.reducer.version, settings, norm_type, by_hand, question, status, flags, gradients)
-
-    @property
-    def _needs_host(self) -> bool:
-        is_unscaled = self.losses.default is not None and not self.losses.used  # a step then raises
-        return self._skip_norm_above is not None or is_unscaled
 
     # Ahead of the answer ---------------------------------------------------------------------------------------------
 
@@ -440,6 +440,15 @@ def _address(gradient: Tensor) -> int:
         gradient = gradient._values() if gradient.is_sparse else gradient.values()
     return gradient.data_ptr()
 
+
+def _meet_again(collectives: Collectives) -> None:
+    """Before a second exchange of one step. A rank whose gradients have not changed does not come here but steps: then
+    it and this rank raise."""
+    if collectives.orders is None:
+        collectives.meet_at(_AGAIN)
+
+
+_AGAIN = "clip_grad_norm_ or step with gradients that have changed since clip_grad_norm_ (change them on every rank)"
 
 _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
 """If a rank has one of these, the step raises, also if other ranks have gradients set by hand."""
