@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -169,7 +169,7 @@ class Agreement:
         if self._asked:
             if self._asked.control is None:
                 self.answer()  # a clip depends on the norm before the gradients have changed
-            _meet_again(self._engine.collectives)
+            _meet_again(self._engine.collectives, self.units)
         self._reported.begin(settings)
         try:
             with self._told(norm_type, now):
@@ -441,10 +441,10 @@ def _address(gradient: Tensor) -> int:
     return gradient.data_ptr()
 
 
-def _meet_again(collectives: Collectives) -> None:
+def _meet_again(collectives: Collectives, units: Iterable[Unit]) -> None:
     """Before a second exchange of one step. A rank whose gradients have not changed does not come here but steps: then
-    it and this rank raise."""
-    if collectives.orders is None:
+    it and this rank raise. (With external gradients all ranks always come here.)"""
+    if collectives.orders is None and not any(unit.grads.is_external for unit in units):
         collectives.meet_at(_AGAIN)
 
 
