@@ -323,7 +323,7 @@ class TimedGroup(dist.ProcessGroup):
         return self._issue(tensors, tensors, start)
 
     def barrier(self, opts: Any = None) -> Timed:
-        return self.allreduce([torch.zeros(1)])
+        return self.allreduce([torch.zeros(1, device="cpu")])
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
@@ -338,7 +338,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _room_for(tensor: Tensor) -> Tensor:
     """Its bytes on the host, uninitialised."""
-    return torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+    return torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8, device="cpu")
 
 
 def _in_bytes(sizes: list[int] | None, tensor: Tensor) -> list[int]:

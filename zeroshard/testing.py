@@ -138,7 +138,7 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(data: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)  # bytes cannot be written to
 
 

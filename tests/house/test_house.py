@@ -160,6 +160,59 @@ def test_what_is_raised_is_an_error_of_ours() -> None:
     assert len(ours) > 10
 
 
+MAKERS = {
+    "arange",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+} | {
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "tensor",
+    "zeros",
+}
+ON_THE_DEFAULT_DEVICE = {
+    "train": "models and batches of the trainer's own, whose processes set no default",
+    "cli": "inputs that are traced without values, on the CPU",
+    "planning.activations": "the same",
+}
+"""Modules that may make tensors on the default device, and why."""
+
+
+def _without_device(node: ast.AST) -> list[int]:
+    """Lines of calls that make a tensor on the default device (outside of `with torch.device(...)`)."""
+    match node:
+        case ast.With(items=items) if any(ast.unparse(i.context_expr).startswith("torch.device(") for i in items):
+            return []
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=attr), keywords=keywords):
+            named = {keyword.arg for keyword in keywords}
+            found = [node.lineno] if attr in MAKERS and not named & {"device", None} else []
+        case _:
+            found = []
+    return found + [line for child in ast.iter_child_nodes(node) for line in _without_device(child)]
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """After `torch.set_default_device("cuda")` what is meant for the host would be made on the GPU."""
+    wrong = [
+        f"{module.name}:{line}"
+        for module in modules().values()
+        if not any(f"{module.name}.".startswith(f"zeroshard.{one}.") for one in ON_THE_DEFAULT_DEVICE)
+        for line in _without_device(module.tree)
+    ]
+    assert not wrong, f"name the device: {', '.join(wrong)}"
+    code = "x = f(torch.empty(1), torch.zeros(1, device=d))\nwith torch.device('cpu'):\n    y = torch.ones(2)"
+    assert _without_device(ast.parse(code)) == [1]
+
+
 def test_the_walks_name_what_exists() -> None:
     _, _, rest = PAGE.read_text().partition("## Four walks\n")
     walks, _, _ = rest.partition("\n## ")

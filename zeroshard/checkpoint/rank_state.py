@@ -32,7 +32,7 @@ def number(name: str, value: bool | int | float) -> Item:
     dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise InvalidValue(f"{name} is {value}, which needs more than 64 bits")
-    return whole(name, torch.tensor(value, dtype=dtype))
+    return whole(name, torch.tensor(value, dtype=dtype, device="cpu"))
 
 
 def blob(name: str, value: Any) -> Item:

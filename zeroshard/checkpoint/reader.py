@@ -47,7 +47,7 @@ class Reader:
         self.num_bytes = 0
         self._open: dict[int, int] = {}
         self._indices: dict[int, Index] = {}
-        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         self._held: tuple[int, int] | None = None  # file and offset of the block in `_block`
         self._checked: dict[tuple[int, int], int] = {}  # file and offset -> a quick sum of each block that was verified
         with checking(folder / MANIFEST_NAME):
@@ -93,7 +93,7 @@ class Reader:
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in its shape."""
         entry = self.entry(name)
-        flat = torch.empty(entry.numel, dtype=entry.dtype)
+        flat = torch.empty(entry.numel, dtype=entry.dtype, device="cpu")
         self.read_into(name, Interval(0, entry.numel), flat)
         return flat.view(entry.shape)
 

@@ -63,7 +63,7 @@ class Item:
 
     def copied(self) -> Item:
         """The same item with a copy of the current values, on the CPU."""
-        values = torch.empty(self.interval.numel, dtype=self.dtype)
+        values = torch.empty(self.interval.numel, dtype=self.dtype, device="cpu")
         origin = self.interval.start
         for block in self.blocks():
             values[block.relative_to(origin).slice].copy_(self.read(block))

@@ -302,14 +302,14 @@ class Collectives:
         self._meet(what, 0, at)
         text = json.dumps(value).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8)
+        packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8, device="cpu")
         packet[:8].view(torch.int64)[0] = len(text)
         packet[8 : 8 + len(text)] = data[:ROOM_BYTES]
         rows = to_host(self._from_all(to_device(packet, self.device), at))
         sizes = rows[:, :8].contiguous().view(torch.int64)[:, 0].tolist()
         rows = rows[:, 8:]
         if max(sizes) > ROOM_BYTES:
-            rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8)
+            rest = torch.zeros(max(sizes) - ROOM_BYTES, dtype=torch.uint8, device="cpu")
             rest[: max(0, len(text) - ROOM_BYTES)] = data[ROOM_BYTES:]
             rows = torch.cat([rows, to_host(self._from_all(to_device(rest, self.device), at))], 1)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]

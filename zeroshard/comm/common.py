@@ -31,7 +31,7 @@ _MADV_DONTNEED = 4  # of a private mapping of a file: drops the copied pages, an
 _IN_FILE = 0x20  # in the upper byte of an entry of the page table: a page of the file (or of shared memory), not a copy
 _PRESENT_OR_SWAPPED = 0xC0
 LOOKS_EVERY = 16
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Common:

@@ -255,7 +255,7 @@ class Messages:
                 return self.pipes.receive_bytes(axis.ranks[rank], self._channel(axis, kind), num_bytes)
             except RuntimeError as error:
                 raise watch.explain(error) or error from None
-        tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return NoteByGloo(tensor, self.receive(axis, tensor, rank, kind))
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:

@@ -69,7 +69,7 @@ def packet_sizes(num_numbers: int) -> list[int]:
 
 def on_device(numbers: list[int] | tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n] on the device. The host does not wait for the device's queued work."""
-    return to_device(torch.tensor(numbers, dtype=torch.int64), device)
+    return to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def to_device(on_host: Tensor, device: torch.device) -> Tensor:
@@ -89,7 +89,7 @@ class Reading:
         self.on_device = self._copy = numbers
         self._copied: torch.Event | None = None
         if numbers.device.type != "cpu":
-            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(numbers, non_blocking=True)
             self._copied = torch.accelerator.current_stream(numbers.device).record_event()
 
@@ -147,7 +147,7 @@ def differences(packets: Tensor, ranks: tuple[int, ...]) -> Elsewhere | Uneven:
 @lru_cache(maxsize=1024)
 def _terms(what: str, num_bytes: int) -> tuple[int, ...]:
     digest = number_of(_head(what, num_bytes))
-    return tuple(as_terms(torch.tensor([digest]))[0].tolist())
+    return tuple(as_terms(torch.tensor([digest], device="cpu"))[0].tolist())
 
 
 def number_of(data: bytes) -> int:

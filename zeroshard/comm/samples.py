@@ -32,9 +32,8 @@ class Samples:
 
     def __init__(self, device: torch.device) -> None:
         self._rows = torch.zeros(_LIMIT + _OF_MEANS, _ROW_BYTES, dtype=torch.uint8, device=device)
-        factors = torch.randint(
-            -(1 << 62), 1 << 62, (_LIMIT + _OF_MEANS, _ROW_BYTES // 8), generator=torch.Generator().manual_seed(0)
-        )
+        generator, size = torch.Generator().manual_seed(0), (_LIMIT + _OF_MEANS, _ROW_BYTES // 8)
+        factors = torch.randint(-(1 << 62), 1 << 62, size, generator=generator, device="cpu")
         self._factors = (factors * 2 + 1).to(device)
         self._products = torch.empty_like(self._factors)
         self._taken: dict[int, tuple[int, str]] = {}  # row -> (number, unit)

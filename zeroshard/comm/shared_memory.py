@@ -69,7 +69,7 @@ class SharedMemory:
     def allocate(self, num_bytes: int) -> Tensor:
         """uint8 zeros [num_bytes]. Peers can map them as long as the tensor lives."""
         if not num_bytes:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         segment, fd = self.create(num_bytes)
         tensor = self.map(segment, fd, num_bytes)
         # The descriptor must live as long as the tensor: peers open it through /proc when they first need it. A peer's
@@ -125,7 +125,7 @@ class SharedMemory:
     def map_segments(self, process: Process, segments: list[list[int]]) -> None:
         """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment."""
         for segment, fd, num_bytes in segments:
-            self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8))
+            self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     def map_common(self, process: Process, location: Location, own: slice) -> Common:
         """Map a segment of `process`, in which the bytes `own` are for the shard of this rank.

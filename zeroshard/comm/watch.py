@@ -483,7 +483,7 @@ def interrupt_gloo() -> None:
                 peer = (dist.get_rank(group) + 1) % size
                 # gloo has no call that interrupts a wait. But a receive that times out makes gloo close all connections
                 # of the group, and all waits on them raise.
-                group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _address(store: Any) -> str:

@@ -162,7 +162,7 @@ class DcpFolder:
         held = self._held[1]
         if isinstance(held, Tensor):
             return held[part.slice]
-        values = torch.empty(part.numel, dtype=tensor.dtype)
+        values = torch.empty(part.numel, dtype=tensor.dtype, device="cpu")
         for box, interval, place in zip(tensor.boxes, tensor.intervals or (), held, strict=True):
             if common := interval & part:
                 start = place.offset + (place.start + common.start - interval.start) * tensor.dtype.itemsize
@@ -171,9 +171,10 @@ class DcpFolder:
 
     def _assembled(self, tensor: Boxed, places: list[_Strided]) -> Tensor:
         """The whole tensor, flattened. Needs memory for the tensor, one box, and one byte per element."""
-        values, seen = torch.empty(tensor.shape, dtype=tensor.dtype), torch.zeros(tensor.shape, dtype=torch.bool)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        seen = torch.zeros(tensor.shape, dtype=torch.bool, device="cpu")
         for box, place in zip(tensor.boxes, places, strict=True):
-            storage = torch.empty(place.numel, dtype=tensor.dtype)
+            storage = torch.empty(place.numel, dtype=tensor.dtype, device="cpu")
             self._fill(box.slice.file, storage, place.offset)
             where = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
             values[where] = storage.as_strided(box.sizes, place.strides, place.start)

@@ -131,7 +131,7 @@ def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | Non
     target = dtype if dtype is not None and castable else entry.dtype
 
     def read(block: Interval) -> Tensor:
-        values = torch.empty(block.numel, dtype=entry.dtype)
+        values = torch.empty(block.numel, dtype=entry.dtype, device="cpu")
         reader.read_into(stored, block, values)
         cast = values.to(target)
         if target != entry.dtype and bool(cast.isinf().any()) and not torch.equal(cast.isinf(), values.isinf()):

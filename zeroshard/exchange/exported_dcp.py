@@ -123,7 +123,7 @@ class _Folder:
         boxes = []
         for start in range(0, max(1, length), rows):
             stop = min(start + rows, length)
-            values = torch.empty((stop - start) * row, dtype=item.dtype)
+            values = torch.empty((stop - start) * row, dtype=item.dtype, device="cpu")
             for block in item.blocks(Interval(start * row, stop * row)):
                 values[block.relative_to(start * row).slice] = item.read(block)
             values = values.view([stop - start, *shape[1:]] if shape else [])

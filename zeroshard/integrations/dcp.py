@@ -104,7 +104,7 @@ def _blank_state(make: Callable[..., torch.optim.Optimizer], options: Options, l
     """The state of one parameter after a step with gradients of zeros. Numbers (how many steps there were) become
     zero."""
     dtype = torch.float32 if like.dtype.itemsize < 4 else like.dtype
-    parameter = nn.Parameter(torch.zeros(like.shape, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(like.shape, dtype=dtype, device="cpu"))
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([{**options, "params": [parameter]}])
     optimizer.step()

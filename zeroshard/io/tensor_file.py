@@ -119,7 +119,7 @@ class TensorFile:
     def read(self, name: str, part: Interval) -> Tensor:
         """Elements `part` of the flattened tensor, in new memory."""
         stored = self.tensors[name]
-        values = torch.empty(part.numel, dtype=stored.dtype)
+        values = torch.empty(part.numel, dtype=stored.dtype, device="cpu")
         with reading(self.path):
             fill(self._file, bytes_of(values), stored.offset + part.start * stored.dtype.itemsize)
         if not are_defined(values):

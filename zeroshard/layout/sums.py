@@ -50,7 +50,7 @@ def as_operand(divisor: int, dtype: torch.dtype, device: torch.device) -> Tensor
     """The divisor in the form in which an accelerator divides by it: a 0-d tensor there."""
     # torch multiplies CUDA tensors by the reciprocal of a number, which rounds twice (BinaryDivTrueKernel.cu). The
     # reciprocal of a power of two is exact. A large number may not be exact in a 16-bit dtype.
-    if divisor.bit_count() == 1 or torch.tensor(divisor, dtype=dtype).item() != divisor:
+    if divisor.bit_count() == 1 or torch.tensor(divisor, dtype=dtype, device="cpu").item() != divisor:
         return divisor
     with torch.inference_mode(False):
         operand = torch.full((), divisor, dtype=dtype, device=device)

@@ -63,7 +63,7 @@ class FromRank0:
     def _placeholder(self, name: str) -> Tensor:
         shape, dtype, number = self._described[int(name)]
         if number is not None:
-            return torch.full(shape, number, dtype=DTYPES[dtype])
+            return torch.full(shape, number, dtype=DTYPES[dtype], device="cpu")
         empty = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
         self._number_of[id(empty)] = int(name)
         return empty

@@ -37,4 +37,4 @@ def clip_by_norm(agreement: Agreement, clipping: Clipping, max_norm: float) -> T
     norm = limit(agreement.answer())
     if clipping.needs_host and not math.isfinite(norm):
         raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
-    return torch.tensor(norm, dtype=torch.float64)
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -328,7 +328,7 @@ def _value(item: Sequence[Any], destination: Destination) -> Any:
     form, *rest = item
     if form == SCALAR:
         dtype, shape, number = rest
-        return destination.copy(torch.tensor(number, dtype=DTYPES[dtype]).view(shape))
+        return destination.copy(torch.tensor(number, dtype=DTYPES[dtype], device="cpu").view(shape))
     return decode(rest[0], _nothing) if form == PLAIN else None
 
 

@@ -53,7 +53,7 @@ def norms_of_pieces(
 def _together(pieces: Sequence[tuple[int, Tensor]], norm_type: float, dtype: torch.dtype) -> tuple[Tensor, list[int]]:
     """The norm of each piece, and its group, by one operation."""
     if not pieces:
-        return torch.empty(0, dtype=torch.float64), []
+        return torch.empty(0, dtype=torch.float64, device="cpu"), []
     norms = torch._foreach_norm([piece for _, piece in pieces], norm_type, dtype=dtype)
     return torch.stack(norms).to(torch.float64), [group for group, _ in pieces]
 

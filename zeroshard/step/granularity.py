@@ -80,7 +80,8 @@ def granularity_of(
         return _KNOWN[optimizer_class]
     if optimizer_class.__module__.startswith("torchao."):
         return Granularity.ELEMENT
-    with torch.random.fork_rng(devices=()):  # the trial must not change the user's random numbers
+    # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
+    with torch.device("cpu"), torch.random.fork_rng(devices=()):
         return _by_trial(optimizer_class, options, sharded=sharded)
 
 
@@ -143,7 +144,8 @@ def _try_out(
     """Two matrices, or pieces of them, after the steps: by one optimizer, or by one optimizer for each tensor.
     `watching`: around each step."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(4, 6, generator=generator), torch.randn(3, 5, generator=generator) * 10]
+    tensors = [torch.randn(*size, generator=generator, device="cpu") for size in ((4, 6), (3, 5))]
+    tensors[1] *= 10
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if cut:
         tensors = [piece.clone() for piece in torch.split(flat, 7)]
@@ -168,14 +170,15 @@ def _gradients(numel: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(1)
     scales = (1.0, 1.0, 3.0, 0.3, 10.0, 0.1)
     for step in range(_STEPS):
-        gradient = torch.randn(numel, generator=generator) * torch.linspace(0.1, 3, numel)
+        gradient = torch.randn(numel, generator=generator, device="cpu") * torch.linspace(0.1, 3, numel, device="cpu")
         yield gradient * scales[step % len(scales)]
 
 
 def _combines_elements(optimizer_class: OptimizerClass, options: Options) -> bool:
     """Whether a step on a large matrix combines elements (see `_Watching`). Some classes treat small matrices as single
     elements: they factor a second moment from 128 rows on, or quantise state of more than 4,096 elements."""
-    tensor = torch.randn(130, 131, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(130, 131, generator=generator, device="cpu").requires_grad_()
     optimizer = optimizer_class([tensor], **copy.deepcopy(options))
     begin_training(optimizer)
     watching = _Watching()

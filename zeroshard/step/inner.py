@@ -229,9 +229,9 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
         options: of a param group; defaults: what the class was built with.
     """
     implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
-    parameter = torch.zeros(2, 3, requires_grad=True)
-    # The trial must not change the user's random numbers.
-    with torch.random.fork_rng(devices=()), torch.no_grad():
+    # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
+    with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
+        parameter = torch.zeros(2, 3, requires_grad=True)
         try:
             group = {**copy.deepcopy(options), **implementation, "params": [parameter]}
             optimizer = optimizer_class([group], **copy.deepcopy(defaults))

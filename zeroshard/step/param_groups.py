@@ -194,7 +194,7 @@ class ParamGroups:
 
 def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
     """The defaults of the class, with these options, which the class checks."""
-    return optimizer_class([torch.zeros(2, 2)], **options).defaults
+    return optimizer_class([torch.zeros(2, 2, device="cpu")], **options).defaults
 
 
 def _as_number(value: Any) -> Any:

@@ -40,7 +40,7 @@ class Scratch:
     """One storage that is divided among the pieces of a batch, and reused by the next batch."""
 
     def __init__(self) -> None:
-        self.storage = torch.empty(0, dtype=torch.uint8)
+        self.storage = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._at = 0
 
     def reserve(self, num_bytes: int, device: torch.device) -> None:

@@ -136,7 +136,7 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     ValueError: a new optimizer made with these arguments has other defaults or attributes."""
     name = type(optimizer).__name__
     try:
-        new = type(optimizer)([torch.zeros(2, 2)], **arguments)
+        new = type(optimizer)([torch.zeros(2, 2, device="cpu")], **arguments)
     except TypeError as error:
         raise InvalidValue(
             f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"

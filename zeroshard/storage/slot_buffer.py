@@ -147,7 +147,7 @@ _use_count = torch._C._storage_Use_Count
 
 def _own_count() -> int:
     """The count of references to a storage that has one tensor, and the object that asks for it."""
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     return int(_use_count(tensor.untyped_storage()._cdata))
 
 
