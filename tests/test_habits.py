@@ -171,6 +171,69 @@ def test_gradients_of_two_parameters_can_be_swapped() -> None:
     run_ranks(check, 2)
 
 
+def by_data(parameter: Any, values: Tensor) -> None:
+    parameter.grad.data = values
+
+
+def by_set(parameter: Any, values: Tensor) -> None:
+    parameter.grad.set_(values)
+
+
+def by_name(parameter: Any, values: Tensor) -> None:
+    parameter.grad = values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_values_given_to_the_data_of_a_gradient_are_those_of_the_step(num_ranks: int) -> None:
+    """`p.grad.data = values` on some parameters, other values on each rank; another backward, and more steps, follow."""
+
+    def trained(rank: int, plan: zeroshard.Plan, replace: Callable[[Any, Tensor], None]) -> list[dict[str, Tensor]]:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, momentum=0.9)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro_batch in range(1 + step % 2):
+                optimizer.backward(loss_of(model, rank, step + micro_batch))
+                replace(model[0].weight, torch.full((4, 4), 1.0 + rank))
+                replace(model[1].bias, torch.arange(4.0) * (1 + rank))
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            found.append(handle.full_state_dict())
+        return found
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            expected, plain = trained(rank, plan, by_name), trained(rank, plan, lambda *_: None)
+            for replace in (by_data, by_set) if plan is zeroshard.DDP else (by_data,):
+                for one, other in zip(trained(rank, plan, replace), expected, strict=True):
+                    assert all(torch.equal(one[name], value) for name, value in other.items()), plan
+            assert not torch.equal(plain[0]["0.weight"], expected[0]["0.weight"])
+
+    run_ranks(check, num_ranks)
+
+
+def test_the_data_of_two_gradients_can_be_swapped() -> None:
+    def trained(rank: int, how: Callable[[Any, Tensor], None]) -> dict[str, Tensor]:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, zeroshard.DDP)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, rank))
+        one, other = (layer.weight for layer in model)
+        both = one.grad.data, other.grad.data
+        how(one, both[1])
+        how(other, both[0])
+        optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        expected = trained(rank, by_name)
+        assert all(torch.equal(trained(rank, by_data)[name], value) for name, value in expected.items())
+
+    run_ranks(check, 2)
+
+
 def test_a_zero_norm_counts_elements() -> None:
     def check(rank: int) -> list[float]:
         found = []

@@ -56,6 +56,9 @@ class Holder(Protocol):
     def norm(self, norm_type: float) -> Tensor:
         """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
 
+    def replace(self, values: Tensor) -> None:
+        """Let these be the parameter's gradient, set by hand."""
+
     def explain(self, what: str) -> NoReturn:
         """Raise an error that says what is possible instead of `what`."""
 
@@ -74,6 +77,14 @@ class ShardedGradient(Tensor):
 
     def __init__(self, like: Tensor, holder: Holder) -> None:
         pass
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        self.holder.replace(values)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"

@@ -13,8 +13,8 @@ If losses were scaled or weighted, REDUCED gradients are not yet the values that
 |--------------------|---------------------------------------------------------------------------------|
 | the same tensor    | changed in place or not, the step uses it                                       |
 | None               | `model.zero_grad()`, `p.grad = None`: this gradient is discarded                |
-| another tensor     | a gradient of this rank, set by hand: the step takes the mean over ranks, and a |
-|                    | backward before the step adds to it                                             |
+| another tensor, or | a gradient of this rank, set by hand: the step takes the mean over ranks, and a |
+| other memory       | backward before the step adds to it (`p.grad.data = values`)                    |
 
 `withdraw` sets `p.grad` to None when a backward begins, so that autograd does not add to these tensors.
 """
@@ -204,6 +204,7 @@ class VisibleGradients:
     def _discard_all_gone(self) -> None:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
         were not shown (of parameters for which no rank had a gradient)."""
+        self._find_other_memory()
         gone = {unit: slots for unit in self._grads if (slots := self._gone(unit))}
         if not gone:
             return
@@ -213,6 +214,16 @@ class VisibleGradients:
         if not any(self._shown.values()):
             for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
+
+    def _find_other_memory(self) -> None:
+        """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""
+        for unit, shown in self._shown.items():
+            buffer = self._grads[unit].buffer
+            for index, gradient in shown.items():
+                if buffer.has_view(index, gradient) and (values := buffer.restore_view(index)) is not None:
+                    with as_tensors():
+                        if unit.parameters[index].grad is gradient:
+                            unit.parameters[index].grad = values
 
     def _gone(self, unit: Unit) -> set[int]:
         """Slots of one unit whose gradient the user has removed from `p.grad`."""
@@ -330,6 +341,10 @@ class _Holder:
     def norm(self, norm_type: float) -> Tensor:
         self._expect_final("norm")
         return self._visible.norm(self._unit, self._index, norm_type)
+
+    def replace(self, values: Tensor) -> None:
+        with as_tensors():
+            self._unit.parameters[self._index].grad = values.detach()
 
     def explain(self, what: str) -> NoReturn:
         name = self._unit.layout.slots[self._index].name

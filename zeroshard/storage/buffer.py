@@ -290,6 +290,18 @@ class FlatBuffer:
         """Whether that tensor is the view of the slot."""
         return self._cut is not None and self._cut.slots[index] is tensor
 
+    def restore_view(self, index: int) -> Tensor | None:
+        """If the view of a slot lies elsewhere (`view.data = values`), return its values, and put it back."""
+        if self._cut is None:
+            return None
+        view, slot = self._cut.slots[index], self.layout.slots[index]
+        place = self._cut.full[slot.world.slice]
+        if view.data_ptr() == place.data_ptr():
+            return None
+        values = view.detach().clone()
+        view.data = place.view(slot.shape)
+        return values
+
     def put(self, index: int, value: Tensor) -> None:
         """Write a value (shape-equal, any float dtype) to one slot of the full buffer."""
         self._cut_up().slots[index].copy_(value)
