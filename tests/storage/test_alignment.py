@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, train_reference
+from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, train_reference
 from tests.together import on_ranks
 from zeroshard.layout.layout import SLOT_ALIGNMENT
 from zeroshard.placement import Plan
@@ -153,3 +153,50 @@ def test_gradients_that_come_back_from_being_parked_hold_no_old_padding(rank: in
         optimizer.backward(job.loss(model, rank, 0, 0))
         optimizer.step()
         assert same_bits(handle.full_state_dict(), truth)
+
+
+class Drift(torch.optim.Optimizer):
+    """Moves every element, also one whose value and gradient are zero, as Adam does with eps=0 (0 / 0)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad + 1, alpha=-group["lr"])
+
+
+class PartlyUsed(nn.Module):
+    """Has a parameter that gets no gradient, so that a step gathers only a part of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.unused, self.out = nn.Linear(5, 37), nn.Linear(7, 9), nn.Linear(37, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inside(x))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_padding_that_an_optimizer_moves_is_no_difference_between_ranks(num_ranks: int) -> None:
+    def steps(model: nn.Module, optimizer: Any, ranks: Sequence[int]) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for rank in ranks:
+                x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+                (model(x).square().mean() / len(ranks)).backward()
+            optimizer.step()
+
+    def check(rank: int) -> None:
+        truth = make(PartlyUsed)
+        steps(truth, Drift(truth.parameters(), 0.1), range(num_ranks))
+        for plan in PLANS:
+            model = make(PartlyUsed)
+            handle = zeroshard.shard(model, plan)
+            steps(model, zeroshard.ShardedOptimizer(handle, Drift, lr=0.1), [rank])
+            torch.testing.assert_close(handle.full_state_dict(), dict(truth.state_dict()), msg=str(plan))
+
+    run_ranks(check, num_ranks)

@@ -126,6 +126,10 @@ class Weights:
                 self._common.begin()
             else:
                 self.buffer.own_part_of_full().copy_(self.buffer.shard)
+        elif padding := self.buffer.padding():
+            # A step may have moved the padding, which lies in its pieces (Adam with eps=0 computes 0 / 0). A gather of
+            # some slots does not send all of it, and the ranks would find that their weights differ.
+            torch._foreach_zero_(padding)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
         self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
 
