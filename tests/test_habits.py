@@ -185,7 +185,7 @@ def by_name(parameter: Any, values: Tensor) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_values_given_to_the_data_of_a_gradient_are_those_of_the_step(num_ranks: int) -> None:
-    """`p.grad.data = values` on some parameters, other values on each rank; another backward, and more steps, follow."""
+    """`p.grad.data = values` on some parameters, other values on each rank; a backward and more steps follow."""
 
     def trained(rank: int, plan: zeroshard.Plan, replace: Callable[[Any, Tensor], None]) -> list[dict[str, Tensor]]:
         model = model_of(4, 4, 4)

@@ -21,8 +21,8 @@ from zeroshard.model.right_call import expect_class, expect_handle, expect_insta
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
-from zeroshard.step.clip_by_norm import clip_by_norm
 from zeroshard.step.clipping import Clipping
+from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
 from zeroshard.step.joined import JoinedOptimizer
@@ -111,6 +111,7 @@ class ShardedOptimizer(TorchOptimizer):
             scaler = LossScaler(policy) if policy is not None else None
             self.agreement = Agreement(self.engine, self.groups, self._state, scaler, non_finite, skip_norm_above)
         self.clipping = Clipping()
+        self._clips = Clips(self.engine, self.agreement, self.clipping)
         self._uneven_inputs = UnevenInputs(self.engine)
         self._is_built = True
 
@@ -191,32 +192,27 @@ class ShardedOptimizer(TorchOptimizer):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Make the next step scale the gradient so that its global norm is at most `max_norm`. Collective.
+        """Scale the gradient so that its global norm is at most `max_norm`: in the step, or before it is changed or
+        read (`step/clips.py`). Clips in a row act as in torch. Collective.
 
         Returns:
-            The norm of the mean gradient before clipping, 0-d fp64; 0 without gradients. On the device if the step goes
+            The norm of the mean gradient before this clip, 0-d fp64; 0 if there is none. On the device if the step goes
             ahead of the host (`step/ahead.py`); then `step` raises errors, and it is NaN if only the host can find it.
 
         Raises:
-            ValueError: `max_norm` is not positive.
+            ValueError: `max_norm` or `norm_type` is not positive.
             RuntimeError: as `step`; or `error_if_nonfinite` is set and the norm is not finite.
         """
-        if not max_norm > 0:
-            raise InvalidValue(f"max_norm must be positive, found {max_norm}")
-        self.clipping.asked, self.clipping.needs_host = (float(max_norm), float(norm_type)), error_if_nonfinite
-        self._ask(float(norm_type))
-        return clip_by_norm(self.agreement, self.clipping, max_norm)
+        return self._clips.by_norm(float(max_norm), float(norm_type), self._ask, needs_host=error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Make the next step clamp every element of the mean gradient to [-clip_value, clip_value]. All ranks must call
-        it with the same value.
+        """Clamp every element of the mean gradient to [-clip_value, clip_value], when `clip_grad_norm_` would scale it.
+        All ranks must call it with the same value.
 
         Raises:
             ValueError: `clip_value` is not positive.
         """
-        if not clip_value > 0:
-            raise InvalidValue(f"clip_value must be positive, found {clip_value}")
-        self.clipping.value = clip_value
+        self._clips.by_value(clip_value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]

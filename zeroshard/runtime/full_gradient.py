@@ -21,6 +21,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     """
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
+    engine.reducer.visible.apply_clips()
     if grads.state is not GradState.REDUCED:
         raise InvalidState(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
     own = unit.layout.slots[index].world & unit.own_shard()

@@ -79,7 +79,7 @@ class ShardedGradient(Tensor):
         pass
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self
 
     @data.setter

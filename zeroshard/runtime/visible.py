@@ -48,6 +48,7 @@ class VisibleGradients:
 
     Attributes:
         version: changes whenever a reduced gradient may have changed.
+        clips: clips that wait for the step, as functions that apply them.
         edits: operations on gradients that no rank holds in full, since the ranks last compared them: (parameter,
             operation).
     """
@@ -59,6 +60,7 @@ class VisibleGradients:
         self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
         self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
         self._edits = self._num_writes_of_steps = 0
+        self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.edits: list[tuple[str, str]] = []
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
@@ -86,6 +88,13 @@ class VisibleGradients:
             yield
         finally:
             self._num_writes_of_steps += self._num_writes - before
+
+    def apply_clips(self) -> None:
+        """Call it before gradients are read, changed or added to between backward and step."""
+        clips, self.clips = self.clips, []
+        for clip in clips:
+            if (apply := clip()) is not None:
+                apply()
 
     def changed(self) -> None:
         """Count a change of reduced gradients."""
@@ -124,6 +133,7 @@ class VisibleGradients:
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
         self._discard_all_gone()
+        self.apply_clips()
         for unit in self._grads:
             with as_tensors():
                 for index in self._shown[unit]:
@@ -184,6 +194,7 @@ class VisibleGradients:
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
         """Set the reduced gradient of a slot to `part` (see `Gradients.assign`). Call `show` afterwards."""
+        self.apply_clips()
         unit.parameters[index].grad = None
         self._grads[unit].assign(index, part)
         self.changed()
@@ -271,6 +282,7 @@ class VisibleGradients:
     def edit(
         self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]
     ) -> None:
+        self.apply_clips()
         name = unit.layout.slots[index].name
         self.edits.append((name, f"{what}({', '.join(repr(self._number(value)) for value in operands)})"))
         part = self._grads[unit].held_part(index)
@@ -282,6 +294,7 @@ class VisibleGradients:
     @torch.no_grad()
     def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor:
         """The norm of one gradient. The norms of all are computed by one exchange, and cached."""
+        self.apply_clips()
         if self._norms is None or self._norms[:2] != (self.version, norm_type):
             self._norms = self.version, norm_type, self._all_norms(norm_type)
         return self._norms[2][unit, index]

@@ -173,14 +173,20 @@ class Verdict:
         again.)"""
         factor, bound = self.mean * clipping.factor, None
         if clipping.asked is not None and clipping.awaits_norm:
-            max_norm, _ = clipping.asked
-            limit = torch.full_like(self.norm, max_norm) / (self.norm + 1e-6)  # not `/` of a number, which is inexact
-            factor = limit.clamp_(max=1.0) * self.mean  # a norm that is not finite makes the update void
+            factor = self._limit(clipping.asked[0]) * self.mean  # a norm that is not finite makes the update void
         if isinstance(factor, Tensor) or factor != 1.0:
             factor = self._unless_void(factor, 1.0)
         if clipping.value is not None:
             bound = self._unless_void(clipping.value, math.inf)
         return Update(factor, bound, self.is_void.to(torch.float32))
+
+    def clip_factor(self, max_norm: float) -> Tensor:
+        """0-d float32: what a clip multiplies the gradient by; 1 if the norm is not finite."""
+        return torch.where(self.norm.isfinite(), self._limit(max_norm), 1.0).to(torch.float32)
+
+    def _limit(self, max_norm: float) -> Tensor:
+        limit = torch.full_like(self.norm, max_norm) / (self.norm + 1e-6)  # not `/` of a number, which is inexact
+        return limit.clamp_(max=1.0)
 
     def _unless_void(self, value: float | Tensor, of_void: float) -> Tensor:
         if not isinstance(value, Tensor):  # `where` of two numbers is of the default dtype, which may be bf16

@@ -1,4 +1,8 @@
-"""The clips that are requested between backward and step, for the next step's gradient."""
+"""The clips that are requested between backward and step, for the next step's gradient.
+
+A factor, and then a bound: the step applies them together with everything else that it multiplies by. Another order,
+and clips of a gradient that is looked at before the step: `clips.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ class Clipping:
     """The clips of one optimizer, until its step is done.
 
     Attributes:
-        factor: multiplies the gradient, so that its norm is at most `max_norm`.
+        factor: multiplies the gradient, so that its norm is at most `max_norm`, that of the last clip by norm.
         value: bound on the absolute value of each element of the mean gradient, applied after `factor`.
+        bounds: that `clip_grad_value_` has asked for, for the comparison between ranks.
         asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
         awaits_norm: whether the host does not know the norm yet, from which `factor` follows.
         needs_host: whether the host needs the norm at once.
@@ -23,6 +28,7 @@ class Clipping:
 
     factor: float = 1.0
     value: float | None = None
+    bounds: tuple[float, ...] = ()
     asked: tuple[float, float] | None = None
     awaits_norm: bool = False
     needs_host: bool = False
@@ -31,11 +37,22 @@ class Clipping:
         """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
         attributes: a new record would be set on one of the two only."""
         self.factor, self.value, self.asked, self.awaits_norm, self.needs_host = 1.0, None, None, False, False
+        self.bounds = ()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a clip has not changed the gradient yet."""
+        return self.factor != 1.0 or self.value is not None or self.awaits_norm
 
     def limit(self, norm: float, max_norm: float) -> None:
-        """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
+        """Clip. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
         self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self.awaits_norm = False
+
+    def clamp(self, value: float) -> None:
+        """Clip each element."""
+        self.value = value if self.value is None else min(self.value, value)
+        self.bounds += (value,)
 
     def update(self, mean: float, norm: float | None = None) -> Update:
         """The factor and bound for the step.
@@ -52,4 +69,5 @@ class Clipping:
     def settings(self) -> Items:
         """The settings that all ranks must have alike."""
         asked = () if self.asked is None else (("clip_grad_norm_(max_norm, norm_type)", self.asked),)
-        return ("clip_grad_value_", plain(self.value)), *asked
+        bound = self.bounds if len(self.bounds) > 1 else next(iter(self.bounds), None)
+        return ("clip_grad_value_", plain(bound)), *asked

@@ -1,0 +1,175 @@
+"""Several clips between backward and step, and what is done to gradients behind a clip: in the order of the calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS
+from zeroshard.testing import RankError, run_ranks
+
+
+class Steps:
+    """What the sequences below call: for a sharded model, or for the plain one with the mean gradient of all ranks."""
+
+    def __init__(self, rank: int, num_ranks: int, plan: zeroshard.Plan | None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        self.rank, self.num_ranks, self.batch = rank, num_ranks, 0
+        if plan is None:
+            self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        else:
+            self.handle = zeroshard.shard(self.model, plan, units=nn.Linear)
+            self.optimizer = zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=1.0)
+        self.is_plain = plan is None
+
+    def _loss(self, rank: int) -> Tensor:
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * self.batch + rank))
+        return self.model(x).square().sum()
+
+    def backward(self) -> None:
+        for rank in range(self.num_ranks) if self.is_plain else [self.rank]:
+            (self._loss(rank) / (self.num_ranks if self.is_plain else 1)).backward()
+        self.batch += 1
+
+    def norm(self, max_norm: float, norm_type: float = 2.0) -> float:
+        if self.is_plain:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type).item()
+        return float(self.optimizer.clip_grad_norm_(max_norm, norm_type))
+
+    def value(self, bound: float) -> float:
+        if self.is_plain:
+            nn.utils.clip_grad_value_(self.model.parameters(), bound)
+        else:
+            self.optimizer.clip_grad_value_(bound)
+        return 0.0
+
+    def each(self, edit: Callable[[Any], object]) -> float:
+        for parameter in self.model.parameters():
+            edit(parameter.grad)
+        return 0.0
+
+    def seen(self) -> float:
+        return float(sum(parameter.grad.norm() ** 2 for parameter in self.model.parameters()) ** 0.5)
+
+    def again(self) -> float:
+        self.backward()
+        return 0.0
+
+    def by_hand(self) -> float:
+        self.model[0].bias.grad = torch.ones(6)
+        return 0.0
+
+    def read(self) -> float:
+        grad = self.model[0].weight.grad if self.is_plain else self.handle.gradient("0.weight")
+        return float(grad.sum())
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict()) if self.is_plain else self.handle.full_state_dict()
+
+
+Sequence = Callable[[Steps], list[float]]
+
+SEQUENCES: dict[str, Sequence] = {
+    "no clip": lambda s: [],
+    "one": lambda s: [s.norm(0.1)],
+    "to log the norm after it": lambda s: [s.norm(0.1), s.norm(math.inf)],
+    "smaller": lambda s: [s.norm(0.1), s.norm(0.05)],
+    "another norm": lambda s: [s.norm(0.1), s.norm(0.01, math.inf), s.norm(0.01, 1.0)],
+    "value, norm": lambda s: [s.value(0.01), s.norm(0.05)],
+    "norm, value, norm": lambda s: [s.norm(9.0), s.value(0.01), s.norm(0.05)],
+    "norm, value": lambda s: [s.norm(9.0), s.value(0.01)],
+    "the smaller bound": lambda s: [s.value(0.01), s.value(1e9)],
+    "norm, clamp": lambda s: [s.norm(0.1), s.each(lambda grad: grad.clamp_(-0.01, 0.01))],
+    "norm, multiply": lambda s: [s.norm(0.1), s.each(lambda grad: grad.mul_(3.0)), s.norm(0.2)],
+    "value, multiply": lambda s: [s.value(0.01), s.each(lambda grad: grad.mul_(2.0))],
+    "norm, a look": lambda s: [s.norm(0.1), s.seen(), s.read()],
+    "norm, another backward": lambda s: [s.norm(0.1), s.again()],
+    "value, another backward": lambda s: [s.value(0.01), s.again()],
+    "norm, set by hand": lambda s: [s.norm(0.1), s.by_hand()],
+    "by torch, and ours": lambda s: [
+        s.norm(5.0),
+        nn.utils.clip_grad_norm_(s.model.parameters(), 1.0).item(),
+        s.norm(0.3),
+    ],
+}
+
+
+def run(steps: Steps, sequence: Sequence) -> tuple[list[float], dict[str, Tensor]]:
+    seen: list[float] = []
+    for _ in range(2):  # a clip does not outlive its step
+        steps.optimizer.zero_grad()
+        steps.backward()
+        seen += sequence(steps)
+        steps.optimizer.step()
+    return seen, steps.weights()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_clips_and_edits_act_in_the_order_of_the_calls(num_ranks: int) -> None:
+    def check(rank: int) -> None:
+        found = {}
+        for name, sequence in SEQUENCES.items():
+            seen, weights = run(Steps(rank, num_ranks, None), sequence)
+            of_plans = [run(Steps(rank, num_ranks, plan), sequence) for plan in PLANS]
+            for plan, (also_seen, same) in zip(PLANS, of_plans, strict=True):
+                assert also_seen == pytest.approx(seen, rel=1e-4, abs=1e-6), (name, plan)
+                torch.testing.assert_close(same, weights, rtol=1e-4, atol=1e-5, msg=f"{name}, {plan}")
+                if "torch" not in name:  # torch's norm is the engine's only where `p.grad` is no plain tensor
+                    assert all(torch.equal(same[key], value) for key, value in of_plans[0][1].items()), (name, plan)
+            found[name] = weights["0.weight"]
+        assert len({float(weight.double().sum()) for weight in found.values()}) > len(found) / 2  # the control
+
+    run_ranks(check, num_ranks)
+
+
+def test_a_discarded_gradient_takes_its_clip_along() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            clipped, plain = Steps(rank, 2, plan), Steps(rank, 2, plan)
+            for steps in (clipped, plain):
+                steps.backward()
+                if steps is clipped:
+                    steps.norm(1e-3)
+                    steps.value(1e-4)
+                steps.model.zero_grad()
+                steps.backward()
+                steps.optimizer.step()
+            assert all(torch.equal(clipped.weights()[name], value) for name, value in plain.weights().items()), plan
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
+def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
+    def check(rank: int) -> None:
+        steps = Steps(rank, 2, zeroshard.ZERO2)
+        steps.backward()
+        steps.norm(1.0, norm_type)
+
+    with pytest.raises(RankError, match="norm_type must be a positive number"):
+        run_ranks(check, 2)
+
+
+def test_a_norm_behind_a_value_of_weighted_losses_is_refused_and_twice_a_norm_is_not() -> None:
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            steps = Steps(rank, 2, plan)
+            steps.optimizer.backward(steps._loss(rank), weight=1.0 + rank)
+            first, second = steps.norm(0.1), steps.norm(0.05)
+            assert first > 1 and second == pytest.approx(0.1, rel=1e-4)
+            steps.value(0.01)
+            with pytest.raises(zeroshard.Error, match="between clip_grad_value_ and the step"):
+                steps.norm(1.0)
+            before = steps.weights()
+            steps.optimizer.step()
+            moved = torch.cat([(steps.weights()[name] - value).view(-1) for name, value in before.items()])
+            assert moved.norm() <= 0.05 * 1.001 and moved.abs().max() <= 0.01 * 1.001
+
+    run_ranks(check, 2)

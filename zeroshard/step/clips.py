@@ -1,0 +1,148 @@
+"""Clips gradients between backward and step: each clip acts on what the earlier ones have left, as in torch.
+
+A clip is a record (`clipping.py`) that the step applies, together with everything else that it multiplies by. If
+somebody looks at the gradient before the step, changes it or adds to it, the clip is applied first (`Clips.apply`).
+Where `p.grad` is a view of the bucket, this cannot be noticed, so a clip is applied at once if that has the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.gather import in_backward
+from zeroshard.step.agreement import Agreement
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Control
+from zeroshard.step.stepper import Update
+from zeroshard.storage.gradients import Gradients, GradState
+
+
+class Clips:
+    """The clips of one optimizer."""
+
+    def __init__(self, engine: Engine, agreement: Agreement, clipping: Clipping) -> None:
+        self._engine, self._agreement, self._clipping = engine, agreement, clipping
+        self._control: Control | None = None  # the answer of the last clip by norm
+        self._applied = 1.0  # what the gradients have been multiplied by since that answer
+
+    def by_norm(self, max_norm: float, norm_type: float, ask: Callable[[float], None], *, needs_host: bool) -> Tensor:
+        """The norm of the mean gradient after earlier clips, 0-d float64.
+
+        Args:
+            ask: begins the control exchange for a norm.
+            needs_host: whether a norm that is not finite is an error.
+
+        Raises:
+            ValueError: `max_norm` or `norm_type` is not positive; see `Agreement.answer`.
+            RuntimeError: see `Agreement.answer`; or the norm is not finite, and the caller wants an error.
+        """
+        if not max_norm > 0:
+            raise InvalidValue(f"max_norm must be positive, found {max_norm}")
+        if not norm_type > 0:
+            raise InvalidValue(
+                f"norm_type must be a positive number, or inf for the largest element: found {norm_type}"
+            )
+        clipping, agreement = self._clipping, self._agreement
+        is_second = clipping.waits
+        if clipping.awaits_norm:
+            agreement.answer()
+        if is_second:
+            self.apply()  # the norm is that of what is left, and under every plan it is rounded before the next factor
+        clipping.asked, clipping.needs_host = (max_norm, norm_type), needs_host
+        ask(norm_type)
+        # Also on a rank that cannot go ahead: it takes part in the gathers of the others before it reads the answer,
+        # and so all ranks must read it at the same place of the program.
+        verdict = None if needs_host or is_second or norm_type != 2 else agreement.verdict()
+        if verdict is not None:
+            clipping.awaits_norm = True
+            agreement.when_answered(lambda control: self._limit(control) if clipping.awaits_norm else None)
+            self._wait()
+            return verdict.norm.clone()  # the caller may write to it, and the update computes its factor from this one
+        norm = self._limit(agreement.answer())
+        if needs_host and not math.isfinite(norm):
+            raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
+        self._wait()
+        return torch.tensor(norm, dtype=torch.float64, device="cpu")
+
+    def by_value(self, clip_value: float) -> None:
+        """Clamp each element.
+
+        Raises:
+            ValueError: `clip_value` is not positive.
+        """
+        if not clip_value > 0:
+            raise InvalidValue(f"clip_value must be positive, found {clip_value}")
+        self._clipping.clamp(clip_value)
+        self._wait()
+
+    def _limit(self, control: Control) -> float:
+        """Clip by the norm in an answer. Returns the norm of the mean gradient after earlier clips."""
+        if control is not self._control:
+            self._control, self._applied = control, 1.0
+        assert self._clipping.asked is not None, "a clip by norm has asked"
+        norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
+        norm *= self._agreement.mean_factor(control) * self._applied
+        self._clipping.limit(norm, self._clipping.asked[0])
+        return norm
+
+    def _wait(self) -> None:
+        """Let the clip wait for the step. Where the gradients lie in `p.grad` and will be used as they are, it does
+        not: the multiplication has the same bits now."""
+        if not self._clipping.waits:
+            return
+        self._engine.reducer.visible.clips.append(WeakMethod(self.apply))
+        is_exact = all(
+            isinstance(unit.grads, Gradients) and unit.grads.means_in_full and unit.grads.held_in == unit.main.dtype
+            for unit in self._agreement.units
+        )
+        is_told = self._engine.collectives.orders is not None  # followers of a join are told the factor with the step
+        if is_exact and not is_told and self._engine.reducer.visible.final and not self._clipping.awaits_norm:
+            self.apply()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Clip the gradients now.
+
+        Raises:
+            RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element.
+        """
+        clipping, visible = self._clipping, self._engine.reducer.visible
+        factor: float | Tensor = clipping.factor
+        if clipping.awaits_norm:
+            verdict = self._agreement.verdict()
+            if verdict is None:
+                return
+            if in_backward():  # no exchange here: the factor stays on the device
+                assert clipping.asked is not None, "a clip by norm has asked"
+                factor, clipping.awaits_norm = verdict.clip_factor(clipping.asked[0]), False
+            else:
+                self._agreement.answer()
+                factor = clipping.factor
+        if not clipping.waits and not isinstance(factor, Tensor):
+            return
+        if clipping.value is not None and not visible.final:
+            raise InvalidState(
+                "the gradient is used, or clipped by norm, between clip_grad_value_ and the step, and this step's "
+                "losses were scaled or weighted: only the step knows the bound. Call clip_grad_value_ last"
+            )
+        parts = [
+            part
+            for unit, slots in self._agreement.units.items()
+            if isinstance(unit.grads, Gradients) and unit.grads.state is GradState.REDUCED
+            for index in sorted(slots & unit.grads.waiting)
+            if (part := unit.grads.held_part(index)).numel()
+        ]
+        with visible.unedited():
+            for dtype in {part.dtype for part in parts}:
+                Update(factor, clipping.value).apply_to_all([part for part in parts if part.dtype == dtype])
+        if clipping.value is not None:
+            visible.changed()  # its norm must be found anew
+        self._applied *= clipping.factor
+        clipping.factor, clipping.value = 1.0, None
