@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,6 @@ from tests.kit import (
 )
 from tests.together import Together
 from zeroshard.model.absent import is_absent
-from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
@@ -434,10 +433,8 @@ def test_each_of_these_models_learns_something_of_its_own() -> None:
 # Loops ----------------------------------------------------------------------------------------------------------------
 
 
-def expect_same_training(
-    loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None], plans: Sequence[Plan]
-) -> None:
-    """Run `loop(model, backward, rank, step)` under these plans on 2 ranks, and compare it to one process that adds up
+def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None]) -> None:
+    """Run `loop(model, backward, rank, step)` under all plans on 2 ranks, and compare it to one process that adds up
     gradients."""
 
     def plain() -> Any:
@@ -456,7 +453,7 @@ def expect_same_training(
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain(), []
-        for plan in plans:
+        for plan in PLANS:
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
@@ -481,7 +478,7 @@ def test_forwards_and_backwards_interleaved() -> None:
         for index in (1, 2, 0):
             backward(losses[index])
 
-    expect_same_training(loop, plans_of(0))
+    expect_same_training(loop)
 
 
 def test_backward_twice_through_a_retained_graph() -> None:
@@ -490,7 +487,7 @@ def test_backward_twice_through_a_retained_graph() -> None:
         backward(loss, retain_graph=True)
         backward(2 * loss)
 
-    expect_same_training(loop, plans_of(1))
+    expect_same_training(loop)
 
 
 def test_a_step_that_failed_in_forward_or_backward_can_be_repeated() -> None:

@@ -9,6 +9,7 @@ return their input, weights were off by 0.07 to 0.88 after a few steps, without 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backward_threads import backward_on_threads
-from tests.kit import Block, Job, Net, Outcome, plans_of, same_bits, train, train_reference
+from tests.grids import EVERYTHING
+from tests.kit import PLANS, Block, Job, Net, Outcome, plans_of, same_bits, train, train_reference
 from tests.model.test_graphs import Skips, one_loss
-from zeroshard.testing import run_ranks
+from zeroshard.placement import Plan
+from zeroshard.runtime.hooks import Entry, _made_by
+from zeroshard.testing import RankError, run_ranks
 
 
 class SkipsCheckpointed(Skips):
@@ -85,26 +89,41 @@ JOBS: dict[str, Job] = {
 }
 
 
+PLANS_OF: dict[str, tuple[Plan, ...]] = {
+    name: PLANS if EVERYTHING else (plans_of(number)[0], PLANS[3]) for number, name in enumerate(JOBS)
+}
+"""Each job with ZERO3: only there do units take over pool buffers in backward."""
+
+
 @functools.cache
 def run_all() -> tuple[dict[str, list[Outcome]], list[dict[str, list[Outcome]]]]:
     """The outcomes of one process by job, and those of each rank by job and plan."""
     expected = run_ranks(lambda rank: {name: train_reference(job, 2) for name, job in JOBS.items()}, 1)[0]
+    return expected, run_on_threads(PLANS_OF)
 
+
+def run_on_threads(plans: Mapping[str, Sequence[Plan]]) -> list[dict[str, list[Outcome]]]:
     def run(rank: int) -> dict[str, list[Outcome]]:
-        jobs = enumerate(JOBS.items())
-        return {name: [train(job, plan, rank) for plan in plans_of(number)] for number, (name, job) in jobs}
+        return {name: [train(JOBS[name], plan, rank) for plan in of_job] for name, of_job in plans.items()}
 
     with backward_on_threads():
-        return expected, run_ranks(run, 2)
+        return run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> None:
     expected, found = run_all()
     for outcomes, truth in zip((of_rank[name] for of_rank in found), expected[name], strict=True):
-        for plan, outcome in zip(plans_of(list(JOBS).index(name)), outcomes, strict=True):
+        for plan, outcome in zip(PLANS_OF[name], outcomes, strict=True):
             assert outcome.losses == truth.losses, plan
             assert same_bits(outcome.weights, truth.weights), plan
+
+
+def test_numbers_of_nodes_alone_do_not_say_who_made_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what the engine once did. Today it notices that the weights are those of another unit."""
+    monkeypatch.setattr(Entry, "has_made", lambda self, output: _made_by(output)._sequence_nr() >= self.next_node)
+    with pytest.raises(RankError, match=r"the values of parameter blocks\.2\.\S+ are not here"):
+        run_on_threads({"segments": PLANS[3:]})
 
 
 def test_it_is_another_thread_and_knows_what_the_engine_hands_over() -> None:

@@ -246,7 +246,7 @@ def test_an_allocation_by_the_engine_is_seen() -> None:
 def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
     def check(rank: int) -> None:
         gc.freeze()
-        for plan in plans_of(0):
+        for plan in PLANS:
             before = live_storages()
             model, handle, optimizer = trained(plan, "bf16", rank)
             watched = [weakref.ref(one) for one in (handle, handle.engine, model, optimizer, *handle.engine.units)]
