@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ import pytest
 
 from tests.forked import FirstAnInterpreter, Forked
 from tests.patience import wait_until
-from zeroshard.checkpoint import verify
+from zeroshard.checkpoint import files, verify
 from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, main, run
 from zeroshard.train.ranks import cores
 
@@ -31,7 +32,10 @@ SMALL = [
 
 
 def start(
-    *arguments: str, launcher: tuple[str, ...] = (), ranks: type[subprocess.Popen[str]] | None = None
+    *arguments: str,
+    launcher: tuple[str, ...] = (),
+    ranks: type[subprocess.Popen[str]] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> subprocess.Popen[str]:
     return Forked(
         [sys.executable, *launcher, "-m", "zeroshard", *arguments],
@@ -40,6 +44,7 @@ def start(
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         ranks=ranks,
+        before=before,
     )
 
 
@@ -209,3 +214,16 @@ def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> Non
 def test_what_other_programs_call_an_option_has_a_name_here() -> None:
     known = {name.lstrip("-") for option in main.commands["train"].params for name in option.opts}
     assert {*ELSEWHERE.values()} <= known and not {*ELSEWHERE} & known
+
+
+def _on_a_full_disk() -> None:
+    files.free_bytes = lambda path: 1000  # this process is a fork: nobody else sees it
+
+
+def test_a_full_disk_is_one_line(text_folder: Path, tmp_path: Path) -> None:
+    for ranks in ("1", "2"):
+        out = tmp_path / f"of-{ranks}"
+        arguments = ["train", "--nproc", ranks, "--steps=2", "--data", str(text_folder), "--out", str(out), *SMALL]
+        code, _, err = finish(start(*arguments, before=_on_a_full_disk))
+        where = f"{out} has 1000 bytes free, step 2 needs "
+        assert (code, err.count("\n"), where in err, err[:18]) == (2, 1, True, "zeroshard: error: "), err

@@ -545,7 +545,7 @@ def meets_a_full_disk(rank: int, config: Config) -> str:
     with disk_with(free=10_000) if rank == 1 else nullcontext():
         try:
             train(config)
-        except zeroshard.CheckpointError as error:
+        except UserError as error:
             return str(error)
     return "no error"
 

@@ -3,12 +3,16 @@
 import io
 import json
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from zeroshard.train.config import UserError
 from zeroshard.train.metrics import JsonLines, Observers, StepRecord, TensorBoard, ValidationRecord
 from zeroshard.train.progress import (
     Progress,
@@ -204,6 +208,35 @@ def test_json_lines_are_json_even_when_the_loss_is_not_a_number(tmp_path: Path) 
     row = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert (row["loss"], row["bits_per_byte"], row["grad_norm"]) == (None, None, 0.5)
     writer.close()
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """The system refuses writes beyond that size, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class _Closes:
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_full_disk_is_told_by_name_and_closes_the_other_observers(tmp_path: Path) -> None:
+    path, other = tmp_path / "metrics.jsonl", _Closes()
+    with (
+        pytest.raises(UserError, match=f"cannot write {path}: File too large"),
+        Observers([JsonLines(path, 0), other]) as observers,  # type: ignore[list-item]
+        files_of_at_most(10),
+    ):
+        observers.on_step(RECORD)
+    assert other.closed == 1
 
 
 def test_the_table_of_bytes_fits_into_80_columns() -> None:

@@ -373,9 +373,8 @@ def written_report(run: Run) -> str:
 def show_model(run: Run, console: Console) -> None:
     """Print a sample of text, and the table of bytes. Collective."""
     if run.config.evaluation.sample_tokens:
-        text = sample(run)
+        text, path = sample(run), run.folder / "sample.txt"
         console.print(sample_panel(text))
-        if run.ranks.rank == 0:
-            (run.folder / "sample.txt").write_text(text, encoding="utf-8")
+        run.ranks.first_does(lambda: path.write_text(text, encoding="utf-8"))
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
     console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory()))

@@ -3,11 +3,14 @@
 import importlib.util
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
+
+from zeroshard.train.config import UserError
 
 METRICS = "metrics.jsonl"
 """The file in a run's folder."""
@@ -122,8 +125,10 @@ class Observers:
             observer.on_validation(record)
 
     def close(self) -> None:
-        for observer in self._observers:
-            observer.close()
+        """Close all of them, also if one of them raises."""
+        with ExitStack() as stack:
+            for observer in reversed(self._observers):
+                stack.callback(observer.close)
 
     def __enter__(self) -> Self:
         return self
@@ -132,6 +137,16 @@ class Observers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises:
+    UserError: in place of an OSError inside; the message names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 class JsonLines:
@@ -144,6 +159,7 @@ class JsonLines:
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.validations: list[ValidationRecord] = []
+        self._path = path
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step(line) <= first_step]
             path.write_text("".join(kept), encoding="utf-8")
@@ -166,13 +182,15 @@ class JsonLines:
         self._write({"kind": "validation", **asdict(record), "bits_per_byte": record.bits_per_byte})
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):  # what an earlier write could not bring to the disk is tried again here
+            self._file.close()
 
     def _write(self, values: Mapping[str, object]) -> None:
         # JSON has no NaN and no infinity; json.dumps would write them, and strict parsers would reject the file.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
 
 class TensorBoard:
@@ -185,18 +203,20 @@ class TensorBoard:
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
-    def on_step(self, record: StepRecord) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step)
+    def on_step(self, record: StepRecord | ValidationRecord) -> None:
+        with writing(self._folder):
+            for name, value in scalars(record).items():
+                self._writer.add_scalar(name, value, record.step)
 
-    def on_validation(self, record: ValidationRecord) -> None:
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, record.step)
+    on_validation = on_step
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._folder):
+            self._writer.close()
 
 
 def wall_seconds(path: Path, step: int) -> float:

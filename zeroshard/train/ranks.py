@@ -31,15 +31,15 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
     def together(self, action: Callable[[], T]) -> T:
-        """Call `action` on every rank; if it raises `UserError` or `OSError` on any rank, all ranks raise a `UserError`
-        with that text. Collective.
+        """Call `action` on every rank; if it raises `UserError`, `OSError` or `CheckpointError` on any rank, all ranks
+        raise a `UserError` with that text. Collective.
 
         Without the exchange a rank whose disk is full would leave the others waiting in their next collective.
         """
         result, problem = None, None
         try:
             result = action()
-        except (UserError, OSError) as error:
+        except (UserError, OSError, zeroshard.CheckpointError) as error:
             problem = str(error)
         # all_gather_object has the timeout of the process group, and `action` (preparing a text, say) may take longer
         # than that on one rank. This wait goes on as long as the missing ranks send heartbeats.

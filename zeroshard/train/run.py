@@ -159,18 +159,25 @@ def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, fo
 
 def save_run(run: Run, step: int, *, background: bool = False) -> None:
     """Save the state after `step` steps into the run's folder, and remove old steps as `run.keep_last` and
-    `run.keep_every` say. Collective. `background`: return while the files are still being written."""
+    `run.keep_every` say. Collective. `background`: return while the files are still being written.
+
+    Raises:
+        UserError: on every rank: this step, or the one before it in the background, cannot be written.
+    """
     keep = run.config.run
     position = Position(run.scheduler.last_epoch, run.corpus.digest)
 
     def prune() -> None:
         zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
 
-    # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
-    run.handle.finish_background()
-    if background:  # the save below returns before its step is in the folder, so pruning after it would not see it
-        run.ranks.first_does(prune)
-    zeroshard.save(run.folder, run.handle, run.optimizer, step=step, extra={KEY: position}, background=background)
+    try:
+        # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
+        run.handle.finish_background()
+        if background:  # the save below returns before its step is in the folder, so pruning after it would not see it
+            run.ranks.first_does(prune)
+        zeroshard.save(run.folder, run.handle, run.optimizer, step=step, extra={KEY: position}, background=background)
+    except zeroshard.CheckpointError as error:
+        raise UserError(str(error)) from error
     if not background:
         run.ranks.first_does(prune)
 
