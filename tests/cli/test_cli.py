@@ -227,3 +227,27 @@ def test_a_full_disk_is_one_line(text_folder: Path, tmp_path: Path) -> None:
         code, _, err = finish(start(*arguments, before=_on_a_full_disk))
         where = f"{out} has 1000 bytes free, step 2 needs "
         assert (code, err.count("\n"), where in err, err[:18]) == (2, 1, True, "zeroshard: error: "), err
+
+
+class Forgets:
+    """A tracker that raises."""
+
+    def __init__(self, about: object) -> None:
+        pass
+
+    def on_step(self, record: object) -> None:
+        raise ConnectionError("the tracker\nis away")
+
+    def on_validation(self, record: object) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_tracker_that_fails_is_told_on_stderr(text_folder: Path, tmp_path: Path) -> None:
+    name = "tests.cli.test_cli:Forgets"
+    options = ["--steps=2", "--nproc=1", f"--out={tmp_path / 'run'}", f"--run.observers={name}"]
+    code, _, err = finish(start("train", "--data", str(text_folder), *options, *SMALL))
+    said = f"zeroshard: warning: run.observers: {name} gets no more records: ConnectionError: the tracker is away\n"
+    assert (code, err) == (0, said)

@@ -21,6 +21,7 @@ from zeroshard.cli.commands import COMMANDS, Damaged, printable
 from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
 from zeroshard.cli.tokenizer import tokenizer
+from zeroshard.io.logger import warnings_on_stderr
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -58,7 +59,8 @@ ELSEWHERE = {
 def run(arguments: list[str]) -> int:
     """Carry out one command and return the exit code. Bad input: one line on stderr and 2, never a traceback."""
     try:
-        result = main(arguments or ["--help"], prog_name="zeroshard", standalone_mode=False, obj=arguments)
+        with warnings_on_stderr():
+            result = main(arguments or ["--help"], prog_name="zeroshard", standalone_mode=False, obj=arguments)
         return result if isinstance(result, int) else 0
     except click.NoSuchOption as error:
         elsewhere = ELSEWHERE.get(error.option_name.lstrip("-").replace("_", "-"))
