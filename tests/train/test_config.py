@@ -1,5 +1,6 @@
 """The configuration: refused values, the names in error messages, and round trips through a file."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,27 @@ def test_written_configuration_gives_itself_back(tmp_path: Path) -> None:
     write(config, tmp_path / "config.toml")
     assert resolve([tmp_path / "config.toml"], {}) == config
     assert list(tmp_path.iterdir()) == [tmp_path / "config.toml"]
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """The run's own configuration could not be written: it is UTF-8."""
+    name = os.fsdecode(b"r\xff")
+    for key in ("run.out", "data.path", "model.config"):
+        with pytest.raises(UserError, match=rf"^{key}: expected text in UTF-8, found b'r\\xff': "):
+            resolve([], {key: name})
+    with pytest.raises(UserError, match=r"^run\.out: expected text in UTF-8"):
+        with_values(resolve([], {}), run={"out": name})
+    assert resolve([], {"run.out": "r\u00fc\U0001f600"}).run.out == "r\u00fc\U0001f600"
+
+
+def test_a_configuration_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write(resolve([], {}), tmp_path / "config.toml")
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_field_has_help() -> None:

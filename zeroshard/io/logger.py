@@ -27,7 +27,7 @@ class _OneLine(logging.Handler):
 
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """In this block warnings go to stderr, one line each. (A command is its own application, so it adds the handler.)"""
+    """In this block warnings go to stderr, one line each. A command is its own application, so it adds the handler."""
     handler = _OneLine(logging.WARNING)
     LOGGER.addHandler(handler)
     try:

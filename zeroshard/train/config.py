@@ -28,6 +28,14 @@ class UserError(Error):
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """A name from the command line may contain other bytes, and the run's own configuration is a file of UTF-8."""
+        if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+            raise InvalidValue(f"expected text in UTF-8, found {os.fsencode(value)!r}: choose another name")
+        return value
+
 
 def named_as_here(value: Any, choices: Sequence[str]) -> Any:
     """The choice that other libraries call `value` ("fsdp", 3, "bf16-mixed"); `value` itself if there is none."""
@@ -187,16 +195,19 @@ def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
+    return _checked(values)
+
+
+def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """`config` with some fields replaced: `with_values(config, parallel={"nproc": 2})`. Checked as by `resolve`."""
+    return _checked({name: {**dict(section), **sections.get(name, {})} for name, section in config})
+
+
+def _checked(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         raise UserError(_explain(error)) from None
-
-
-def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """`config` with some fields replaced: `with_values(config, parallel={"nproc": 2})`."""
-    replaced = {name: getattr(config, name).model_copy(update=dict(values)) for name, values in sections.items()}
-    return config.model_copy(update=replaced)
 
 
 def check_divides(config: Config) -> None:
@@ -215,8 +226,11 @@ def check_divides(config: Config) -> None:
 def write(config: Config, path: Path) -> None:
     """Save the resolved configuration, so that `resolve([path], {})` returns it again."""
     partial = path.with_suffix(f".tmp-{os.getpid()}")
-    partial.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
