@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.layout.cuts import batches, count, cut, most_in_a_batch
+from zeroshard.layout.cuts import SCRATCH_ALIGNMENT, batches, count, cut, most_in_a_batch
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
 
@@ -266,23 +266,24 @@ def test_pieces_start_at_a_block_unless_a_param_group_does(
         assert world.start % SLOT_ALIGNMENT == world.stop % SLOT_ALIGNMENT == 0
 
 
-@given(ALIGNED.filter(lambda layout: layout.numel), KEYS, st.sampled_from([256, 512, 1 << 18]), st.data())
+@given(ALIGNED, KEYS, st.sampled_from([256, 512, 1 << 18]), st.data())
 def test_counted_pieces_are_those_that_are_cut(
     layout: BufferLayout, keys: list[str | None], piece_numel: int, data: st.DataObject
 ) -> None:
     """For one shard or all of them: `count` gives the lengths of `cut` in the same order, without pieces of padding
-    only; and for several such buffers, stepped in batches, the same maximum of bytes."""
+    only; and for several such buffers, stepped in batches, the same maximum of bytes. On a single rank by slot, too,
+    also if all slots are empty."""
     keys, itemsizes = keys[: len(layout.slots)], data.draw(st.lists(st.sampled_from([0, 2, 4]), min_size=1, max_size=3))
-    limit = data.draw(st.integers(1, 4000))
+    limit, by_slot = data.draw(st.integers(1, 4000)), layout.num_shards == 1 and data.draw(st.booleans())
     for within in (Interval(0, layout.numel), *(layout.shard(rank) for rank in range(layout.num_shards))):
-        pieces = [world for _, world in cut(layout, keys, piece_numel) if world in within]
+        pieces = [world for _, world in cut(layout, keys, piece_numel, by_slot=by_slot) if world in within]
         stepped = [world.numel for world in pieces if any(layout.fragments_in(world))]
-        patterns = list(count(layout, keys, within, piece_numel))
+        patterns = list(count(layout, keys, within, piece_numel, by_slot=by_slot))
         runs = [run for pattern in patterns for _ in range(pattern.times) for run in pattern.runs]
         assert [run.numel for run in runs for _ in range(run.count)] == stepped
         assert sum(pattern.num_pieces for pattern in patterns) == len(stepped)
         assert sum(pattern.numel for pattern in patterns) == sum(stepped)
-        num_bytes = [numel * itemsize for itemsize in itemsizes for numel in stepped]
+        num_bytes = [round_up(numel * itemsize, SCRATCH_ALIGNMENT) for itemsize in itemsizes for numel in stepped]
         most = max(sum(num_bytes[i] for i in batch) for batch in batches(stepped * len(itemsizes), limit))
         assert most_in_a_batch([(p, itemsize) for itemsize in itemsizes for p in patterns], limit) == most
 

@@ -268,6 +268,35 @@ def test_what_is_frozen_is_planned() -> None:
     run_ranks(check, 2)
 
 
+class Prompted(nn.Module):
+    """A prompt of length 0 is the only parameter outside of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.prompt = nn.Linear(4, 4), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.prompt, self.layer(x)])
+
+
+@pytest.mark.by_gloo
+def test_a_unit_of_empty_parameters_is_planned() -> None:
+    """On one rank it was a ZeroDivisionError."""
+
+    def check(rank: int, ranks: int) -> None:
+        for plan in PLANS:
+            chosen = Configuration(plan=plan, ranks=ranks, units=nn.Linear, device="cpu", rank=rank)
+            planned, model = zeroshard.plan(Prompted(), chosen), Prompted()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            assert handle.memory() == vars(planned.at_rest), plan
+
+    for ranks in (1, 2):
+        run_ranks(check, ranks, ranks)
+
+
 @pytest.mark.by_gloo
 def test_replicas_are_planned() -> None:
     def check(rank: int) -> None:

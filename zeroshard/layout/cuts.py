@@ -150,7 +150,8 @@ def _sections(
     layout: BufferLayout, keys: Sequence[Hashable | None], *, by_slot: bool
 ) -> Iterator[tuple[Hashable, Interval]]:
     if by_slot:
-        yield from ((key, slot.world) for key, slot in zip(keys, layout.slots, strict=True) if key is not None)
+        worlds = ((key, slot.world) for key, slot in zip(keys, layout.slots, strict=True))
+        yield from ((key, world) for key, world in worlds if key is not None and world)
         return
     start = 0
     for index, key in enumerate(keys):
