@@ -25,7 +25,6 @@ from zeroshard.errors import InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
-from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of, parameters_in
@@ -158,7 +157,6 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     managed = Managed.without(model, options.ignored)
     parameters, buffers = managed.parameters(model), managed.buffers(model)
     expect_unwrapped(modules, parameters.values())
-    expect_kept(modules, options.precision, managed)
     specs = _choose_units(model, plan, parameters, options, Topology.of(collectives))
     expect_ready(parameters, buffers, managed.left_alone(model), collectives.device, options.materialize)
     expect_apart(parameters, buffers)

@@ -417,6 +417,20 @@ def test_bad_input() -> None:
         fit(model, 0)
 
 
+def test_batch_norms_are_refused_as_shard_does() -> None:
+    """A plan in bf16 was printed that `shard` refused."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    refused = pytest.raises(ValueError, match=r"batch norm takes no weights in torch.bfloat16 .*: keep 1 in fp32")
+    with refused:
+        zeroshard.plan(model, Configuration(precision="bf16"))
+    with refused:
+        plan_memory(model, "zero3", 8, precision="bf16")
+    for precision in ("fp32", MixedPrecision(keep=(nn.BatchNorm2d,))):
+        zeroshard.plan(model, Configuration(precision=precision))
+    zeroshard.plan(model, Configuration(precision="bf16", ignored=["1"]))
+
+
 class Squares(torch.optim.Optimizer):
     """Keeps a square matrix as state: a trial step with one shape does not tell the size for other shapes."""
 

@@ -9,29 +9,32 @@ fp32       fp32          works
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules
-from zeroshard.model.managed import Managed
 from zeroshard.model.paths import Modules, first_paths
 from zeroshard.precision import HALVES
 
 SHOWN = 3
 
 
-def expect_kept(modules: Modules, precisions: Precisions, managed: Managed) -> None:
-    """Raises:
-    ValueError: there are batch norms that cannot compute in their precision; the message says what to write."""
+def expect_kept(modules: Modules, precisions: Precisions, parameters: Iterable[nn.Parameter]) -> None:
+    """`parameters`: those that are cast.
+
+    Raises:
+        ValueError: there are batch norms that cannot compute in their precision; the message says what to write.
+    """
     regions = Rules.of(precisions).regions(modules)
-    found: dict[str, nn.Module] = {}
+    cast, found = {id(parameter) for parameter in parameters}, dict[str, nn.Module]()
     for module, path in first_paths(modules).items():
         precision = regions[path].precision
         if isinstance(module, _BatchNorm) and precision is not None and precision.param in HALVES:
-            weight, statistics = module.weight, module.running_mean
-            is_cast = weight is not None and f"{path}.weight".removeprefix(".") not in managed.ignored
-            if is_cast and statistics is not None and statistics.dtype != precision.param:
+            statistics = module.running_mean
+            if id(module.weight) in cast and statistics is not None and statistics.dtype != precision.param:
                 found[path] = module
     if not found:
         return

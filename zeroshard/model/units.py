@@ -22,6 +22,7 @@ from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.pool_plan import Request
 from zeroshard.model.absent import as_tensors
+from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Pattern, Precisions, Region, Rules, matches
 from zeroshard.model.paths import Modules, first_paths, modules_of, parent
 from zeroshard.model.readers import has_forward, is_whole, readers, takes_hooks
@@ -173,8 +174,8 @@ def choose_units(
     same modules gather.
 
     Raises:
-        ValueError: the policy matches no module (the message lists the classes); or a flat buffer cannot hold a
-            parameter.
+        ValueError: the policy matches no module (the message lists the classes); a flat buffer cannot hold a
+            parameter; or a batch norm cannot compute in its precision.
         TypeError: a policy of another type.
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
@@ -183,13 +184,13 @@ def choose_units(
     if not parameters:
         return []
     modules = modules_of(model)
+    expect_kept(modules, precision, parameters.values())
     division, regions = Division.by(policy, modules), Rules.of(precision).parameters(modules)
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         key = division.owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)]
         members.setdefault(key, {})[name] = parameter
-    parts = Counter(unit for unit, *_ in members)
-    specs = []
+    parts, specs = Counter(unit for unit, *_ in members), list[UnitSpec]()
     for (unit, dtype, trainable, region), mine in sorted(members.items(), key=lambda item: division.order[item[0][0]]):
         needing = division.modules(unit, mine.values())
         marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
