@@ -33,6 +33,7 @@ from zeroshard.checkpoint.manifest import MAX_MANIFEST_BYTES
 from zeroshard.comm.transport import TransportName
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
+from zeroshard.planning.optimizers import class_named
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
@@ -92,11 +93,7 @@ PARTS = list(itertools.product(RANKS, MODELS)) if EVERYTHING else [(ranks, "") f
 
 def takers_of(optimizer: str) -> list[Taker]:
     """The classes of an optimizer, with their options and what they take."""
-    if optimizer != LOW_BIT:
-        return OPTIMIZERS[optimizer]
-    import torchao.optim
-
-    return [(torchao.optim.AdamW8bit, {}, anything)]
+    return OPTIMIZERS.get(optimizer) or [(class_named(optimizer), {}, anything)]
 
 
 def shard(
@@ -268,6 +265,39 @@ def test_what_is_frozen_is_planned() -> None:
     run_ranks(check, 2)
 
 
+class Rows(torch.optim.Optimizer):
+    """Keeps a number for each row of a parameter, and a square of that many rows from before its first step on."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            rows = parameter.shape[:1].numel()
+            self.state[parameter]["left"] = torch.zeros(rows, rows, device=parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    rows = parameter.grad.reshape(parameter.shape[:1].numel(), -1)
+                    self.state[parameter]["row"] = rows.norm(dim=1).reshape(parameter.shape[:1])
+                    parameter.sub_(group["lr"] * parameter.grad / (1 + parameter.grad.norm()))
+
+
+@pytest.mark.by_gloo
+def test_state_of_rows_and_before_the_first_step_is_planned() -> None:
+    """That of Adagrad, which it makes when it is built, was planned as nothing."""
+    rows = f"{__name__}.Rows"
+
+    def check(rank: int, ranks: int) -> None:
+        for plan, optimizer in (("zero1", "Adagrad"), ("zero3", "Adagrad"), ("ddp", rows), ("zero2", rows)):
+            options = Configuration(plan=plan, ranks=ranks, optimizer=optimizer, device="cpu", rank=rank)
+            expect_planned(MODELS["tied"], options)
+
+    for ranks in (1, 2):
+        run_ranks(check, ranks, ranks)
+
+
 class Prompted(nn.Module):
     """A prompt of length 0 is the only parameter outside of the layer."""
 
@@ -431,26 +461,21 @@ def test_batch_norms_are_refused_as_shard_does() -> None:
     zeroshard.plan(model, Configuration(precision="bf16", ignored=["1"]))
 
 
-class Squares(torch.optim.Optimizer):
-    """Keeps a square matrix as state: a trial step with one shape does not tell the size for other shapes."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+class Flattened(torch.optim.SGD):
+    """Keeps a row of all elements as state: for a parameter of another shape the trial does not tell its length."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.state[parameter]["left"] = parameter.grad @ parameter.grad.T
-                    parameter.sub_(group["lr"] * parameter.grad / (1 + parameter.grad.norm()))
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["flat"] = parameter.grad.flatten()
+            parameter.sub_(parameter.grad / (1 + parameter.grad.norm()))
 
 
 def test_state_that_does_not_follow_from_shapes_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ValueError, match=r"Squares: for a parameter of shape \(7, 5\) its state 'left'"):
-        zeroshard.plan(model, Configuration(optimizer=Squares))
+    with pytest.raises(ValueError, match=r"Flattened: for a parameter of shape \(7, 5\) its state 'flat'"):
+        zeroshard.plan(model, Configuration(optimizer=Flattened))
 
 
 def test_the_manifest_hardly_grows_with_the_number_of_ranks() -> None:

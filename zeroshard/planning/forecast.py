@@ -339,7 +339,8 @@ def _phases(training: Training, needs: Needs, configuration: Configuration, copi
 
     gathered = together(units, stepped, [*ring, *others])
     rest, block = together(units, stepped, rests), min(BLOCK_BYTES, copies.written)
-    built = together(units, replace(stepped, state=0, scalars=0), [])
+    first = replace(training, optimizer=needs.before_a_step()).stepped()
+    built = together(units, replace(stepped, state=first.state, scalars=first.scalars), [])
     return {
         "init": Phase(built, max(0, whole_model.sharding(training) - built.sum)),
         "load": Phase(together(units, stepped, []), block),

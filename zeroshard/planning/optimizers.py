@@ -52,6 +52,10 @@ class Needs(OptimizerNeeds):
         """The same, counting only that key of the state."""
         return replace(self, key=key)
 
+    def before_a_step(self) -> Needs:
+        """The same, when the optimizer has been built and not yet stepped."""
+        return replace(self, kinds=tuple(replace(kind, steps=False) for kind in self.kinds))
+
     def is_whole(self, name: str) -> bool:
         """Whether the parameter is stepped as a whole, at an owner."""
         return self.steps_whole[self.kind_of[name]]

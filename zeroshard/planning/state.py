@@ -1,4 +1,4 @@
-"""Finds out what state an optimizer class keeps for a parameter, by stepping it once on a tiny parameter."""
+"""Finds out what state an optimizer class keeps for a parameter, by building it over a tiny one and stepping it once."""
 
 from __future__ import annotations
 
@@ -32,18 +32,15 @@ class Entry:
 
     Attributes:
         value: its value for the tiny parameter.
-        follows: for each dimension of the parameter, whether the entry has that dimension (else it has length 1).
-            None: the entry has the same size for every parameter.
+        follows: for each dimension of the entry, which dimension of the parameter it is as long as; -1: it has length
+            1. None: the entry has the same size for every parameter.
+        is_elementwise: whether it has a value for each element.
     """
 
     key: str
     value: Any
-    follows: tuple[bool, ...] | None
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether it has a value for each element."""
-        return self.follows is not None and all(self.follows)
+    follows: tuple[int, ...] | None = None
+    is_elementwise: bool = False
 
     def of(self, shape: tuple[int, ...]) -> Any:
         """The entry of a parameter of that shape; a tensor is on the meta device."""
@@ -62,17 +59,23 @@ class Entry:
         return Bytes(state=numel * self.value.dtype.itemsize)
 
 
-def _shape(shape: tuple[int, ...], follows: tuple[bool, ...]) -> tuple[int, ...]:
-    return tuple(length if long else 1 for length, long in zip(shape, follows, strict=True))
+def _shape(shape: tuple[int, ...], follows: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if number < 0 else shape[number] for number in follows)
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerKind:
-    """An optimizer class with its options. `pattern`: matches the names of the parameters that it may have."""
+    """An optimizer class with its options.
+
+    Attributes:
+        pattern: matches the names of the parameters that it may have.
+        steps: False: the state is that before the first step (Adagrad makes it when it is built).
+    """
 
     optimizer_class: OptimizerClass
     options: Options
     pattern: str = "*"
+    steps: bool = True
 
     @property
     def name(self) -> str:
@@ -95,7 +98,7 @@ class OptimizerKind:
         """
         if self._follows_shapes(dtype):
             return {entry.key: entry.bytes_of((numel,)) for entry in self.entries(1, dtype)}
-        return _held(self._step((numel,), dtype))
+        return _held(self._state((numel,), dtype))
 
     @lru_cache(maxsize=8)  # noqa: B019
     def _follows_shapes(self, dtype: torch.dtype) -> bool:
@@ -103,7 +106,7 @@ class OptimizerKind:
         state of large tensors.)"""
         large = (SIZES["cpu"].piece,)
         expected = {entry.key: entry.bytes_of(large) for entry in self.entries(1, dtype)}
-        return _held(self._step(large, dtype)) == expected
+        return _held(self._state(large, dtype)) == expected
 
     @lru_cache(maxsize=64)  # noqa: B019  few kinds, and each lives as long as what it plans
     def entries(self, num_dims: int, dtype: torch.dtype) -> tuple[Entry, ...]:
@@ -115,10 +118,10 @@ class OptimizerKind:
         if num_dims > len(_SIZES):
             raise InvalidValue(f"{self.name}: parameters of more than {len(_SIZES)} dimensions are not planned")
         shape = _SIZES[:num_dims]
-        return tuple(self._read(self._step(shape, dtype), shape))
+        return tuple(self._read(self._state(shape, dtype), shape))
 
-    def _step(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
-        """The state of a parameter of that shape after a step.
+    def _state(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+        """The state of a parameter of that shape after a step, or before it.
 
         Raises:
             ValueError: the class cannot step it.
@@ -129,9 +132,10 @@ class OptimizerKind:
             parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
             try:
                 optimizer = self.optimizer_class([parameter], **(copy.deepcopy(self.options) | kernels))
-                begin_training(optimizer)
-                parameter.grad = torch.ones_like(parameter)
-                run_step(optimizer)
+                if self.steps:
+                    begin_training(optimizer)
+                    parameter.grad = torch.ones_like(parameter)
+                    run_step(optimizer)
             except Exception as error:
                 raise InvalidValue(
                     f"{self.name}: stepping a tiny parameter of shape {shape} raised {error!r}, so what it keeps of a "
@@ -142,17 +146,16 @@ class OptimizerKind:
     def _read(self, state: dict[str, Any], shape: tuple[int, ...]) -> Iterator[Entry]:
         for key, value in state.items():
             if not isinstance(value, Tensor) or not value.dim():
-                yield Entry(key, value, None)
+                yield Entry(key, value)
                 continue
             lengths, is_made_of_several = tuple(value.shape), bool(is_traceable_wrapper_subclass(value))
-            fits = len(lengths) == len(shape) and all(m in (n, 1) for m, n in zip(lengths, shape, strict=True))
-            if not fits or is_made_of_several:
+            if is_made_of_several or not {1, *shape}.issuperset(lengths):
                 raise InvalidValue(
                     f"{self.name}: for a parameter of shape {shape} its state {key!r} is a {type(value).__name__} of "
                     f"shape {lengths}, and from that its size for others does not follow"
                 )
-            follows = tuple(m == n for m, n in zip(lengths, shape, strict=True))
-            yield Entry(key, value, follows if value.numel() > 1 else None)
+            follows = tuple(-1 if length == 1 else shape.index(length) for length in lengths)
+            yield Entry(key, value, follows if value.numel() > 1 else None, lengths == shape)
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, Bytes]:
