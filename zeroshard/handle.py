@@ -7,7 +7,7 @@ refers to the model weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -40,12 +40,12 @@ class Handle(NotTheModel, NotCopied):
     """A sharded model, as `shard` returns it.
 
     Attributes:
-        engine: used by optimizers and checkpoints; not public.
+        engine, boundaries: not public. For optimizers and checkpoints; the units asked for (`units.boundaries`).
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, boundaries: Hashable = None) -> None:
         """Claim the engine's parameters. (If the user drops the handle, the model's hooks keep it alive.)"""
-        self.engine = engine
+        self.engine, self.boundaries = engine, boundaries
         claim_parameters(self, (parameter for unit in engine.units for parameter in unit.parameters))
         # Bound methods on purpose: they keep the handle alive, which `handle_of` must find as long as the model lives.
         self._guards = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)

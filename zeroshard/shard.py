@@ -29,7 +29,7 @@ from zeroshard.model.casting import Precisions, Rules, casts_of
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of, parameters_in
 from zeroshard.model.right_call import expect_module, expect_unwrapped
-from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units
+from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, boundaries, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
 from zeroshard.ready import device_of, expect_apart, expect_ready, expect_same_model
@@ -100,7 +100,7 @@ def shard(
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
     chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)
-    handle = Handle(_build_or_undo(chosen, options, collectives))
+    handle = Handle(_build_or_undo(chosen, options, collectives), boundaries(options.units, modules))
     collectives.map_peers()
     name, way = type(model).__name__, collectives.transport.name
     tell(collectives.mesh.world.rank, "%s is sharded: %r, %s transport", name, handle, way)

@@ -180,6 +180,8 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
     more.fit(module, loader)
     [after] = more.validate(module, loader, verbose=False)
     assert after["val"] != of_early["val"]
+    with pytest.raises(ValueError, match=r"sharded already, and not as asked for \(precision="):
+        trainer(folder, type(run.strategy)(run.strategy.sharding.plan), 2, precision="64-true").validate(module, loader)
 
 
 def manual(rank: int, folder: Path) -> None:

@@ -201,31 +201,11 @@ class Mesh:
             TypeError: neither a group nor a mesh.
             ValueError: a mesh of more than two axes, or with other names; ranks whose devices do not fit together.
         """
-        if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
-            raise InvalidType(
-                f"mesh must be a process group or a DeviceMesh, found {mesh!r}: for 2 x 4 ranks write mesh="
-                "torch.distributed.device_mesh.init_device_mesh(device_type, (2, 4), "
-                'mesh_dim_names=("replicate", "shard"))'
-            )
-        if not dist.is_initialized():
-            raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
-        made = _Made()
+        shard, replicate = _axes_of(mesh)
+        device, world, made = device_for(shard.group, device), shard, _Made()
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-            replicate_dim, shard_dim = _dims(mesh.mesh_dim_names)
-            shard, replicate = Axis.of(mesh.get_group(shard_dim)), Axis.of(mesh.get_group(replicate_dim))
-            device = device_for(shard.group, device)
             ranks = tuple(mesh.mesh.flatten().tolist())
             world = Axis.of(_default_like(ranks, shard.group) or made.get(ranks, shard.group, device))
-        elif isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
-            raise InvalidValue(
-                f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}: pass the part of "
-                'it that the model is sharded over, mesh["dp_replicate", "dp_shard"] for example'
-            )
-        else:
-            group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh or _default_group()
-            shard = world = Axis.of(group)
-            replicate = Axis(group, 0, (dist.get_rank(),))
-            device = device_for(group, device)
         expect_usable(world.group, device)
         # [Note: two communicators]
         # NCCL runs the operations of one communicator in the order of issue (NVIDIA/nccl#574). On one communicator,
@@ -235,6 +215,10 @@ class Mesh:
         own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
         reduce = Axis.of(made.get(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device, tuple(made.groups))
+
+    def is_of(self, mesh: DeviceMesh | dist.ProcessGroup | None) -> bool:
+        """Whether `of` gives these ranks for it; raises as `of` does. Not collective."""
+        return [axis.ranks for axis in _axes_of(mesh)] == [self.shard.ranks, self.replicate.ranks]
 
     def with_two_ways(self) -> Mesh:
         """This mesh with a second group for each axis, which carries the messages to lower ranks. Collective.
@@ -304,6 +288,28 @@ def problem_of(places: Mapping[int, Place]) -> str:
                     ": order the replicate groups alike (new_group without sort_ranks=False, or init_device_mesh)"
                 )
     return ""
+
+
+def _axes_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> tuple[Axis, Axis]:
+    """The shard axis and the replicate axis; errors as of `Mesh.of`."""
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
+        raise InvalidType(
+            f"mesh must be a process group or a DeviceMesh, found {mesh!r}: for 2 x 4 ranks write mesh="
+            "torch.distributed.device_mesh.init_device_mesh(device_type, (2, 4), "
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    if not dist.is_initialized():
+        raise InvalidState("torch.distributed is not initialised: call zeroshard.init() first, on every rank")
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 2:
+        raise InvalidValue(
+            f"expected a mesh of one axis (shard) or two (replicate, shard), found {mesh.ndim}: pass the part of "
+            'it that the model is sharded over, mesh["dp_replicate", "dp_shard"] for example'
+        )
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+        replicate, shard = _dims(mesh.mesh_dim_names)
+        return Axis.of(mesh.get_group(shard)), Axis.of(mesh.get_group(replicate))
+    group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh or _default_group()
+    return Axis.of(group), Axis(group, 0, (dist.get_rank(),))
 
 
 def _dims(names: Sequence[str] | None) -> tuple[int, int]:

@@ -85,8 +85,9 @@ class ShardedStrategy(DDPStrategy):
         self.optimizers = []
         if is_fit:
             self.setup_optimizers(trainer)
-        if handle_of_model(module) is None:
-            handle = self.sharding.shard(module)
+        is_new = handle_of_model(module) is None
+        handle = self.sharding.shard(module)
+        if is_new:
             for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # a manual training_step contains steps
                 if is_overridden(name, module):
                     handle.register_forward_method(module, name)

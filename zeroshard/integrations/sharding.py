@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.errors import InvalidValue, NotInstalled
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
-from zeroshard.model.casting import Precisions
+from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.managed import Ignored
-from zeroshard.model.units import KeepGathered, UnitPolicy, plain_name
+from zeroshard.model.paths import Modules, modules_of
+from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan, as_plan
+from zeroshard.precision import FLOATS, precision_for
 from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
@@ -80,17 +82,33 @@ class Sharding:
         """Shard the model, unless it is sharded already, and return its handle. Collective.
 
         Raises:
-            ValueError: it is sharded already under another plan.
+            ValueError: it is sharded already, and not so.
         """
         handle = handle_of_model(model)
         if handle is not None:
-            if handle.plan != as_plan(self.plan):
+            if others := [f"{name}={getattr(self, name)!r}" for name in self._other_than(handle)]:
                 raise InvalidValue(
-                    f"this {type(model).__name__} is sharded already, and not as asked for ({self.plan}) but so: "
-                    f"{handle}. Call close() of its handle first, or ask for the same"
+                    f"this {type(model).__name__} is sharded already, and not as asked for ({', '.join(others)}) but "
+                    f"so: {handle}. Call close() of its handle first, or ask for the same"
                 )
             return handle
         return shard(model, **{name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER})
+
+    def _other_than(self, handle: Handle) -> Iterator[str]:
+        """The fields that ask for something else than what the model of the handle has. Those that are left out (except
+        the plan) ask for nothing."""
+        modules, specs = modules_of(handle.model), [unit.spec for unit in handle.engine.units]
+        mesh = handle.engine.collectives.mesh
+        if handle.plan != as_plan(self.plan):
+            yield "plan"
+        if self.units is not None and boundaries(self.units, modules) != handle.boundaries:
+            yield "units"
+        if self.precision is not None and not _is_in(self.precision, handle, modules):
+            yield "precision"
+        if self.mesh is not None and not mesh.is_of(self.mesh):
+            yield "mesh"
+        if self.keep_gathered != () and kept_gathered(modules, specs, self.keep_gathered) != specs:
+            yield "keep_gathered"
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. Collective.
@@ -114,6 +132,17 @@ class Sharding:
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Fields and values. (`asdict` would copy a mesh.)"""
         return ((field.name, getattr(self, field.name)) for field in fields(self))
+
+
+def _is_in(precision: Precisions, handle: Handle, modules: Modules) -> bool:
+    """Whether the sharded model has the units that `shard` would give it in this precision."""
+    regions = Rules.of(precision).parameters(modules)
+    return all(
+        unit.spec.precision == precision_for(unit.spec.dtype, regions[id(parameter)].precision)
+        for unit in handle.engine.units
+        if unit.spec.dtype in FLOATS  # others are quantised, and have no precision
+        for parameter in unit.parameters
+    )
 
 
 def handle_of_model(model: nn.Module) -> Handle | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, Self, TypeVar
@@ -319,6 +319,14 @@ class Division:
     def runs_around_others(self, unit: str, modules: Iterable[str]) -> bool:
         """Whether a module that needs the unit has descendants in another one."""
         return any(self._inside[path] - {unit} for path in modules)
+
+
+def boundaries(policy: UnitPolicy, modules: Modules) -> Hashable:
+    """Where the policy draws the boundaries of units: the unit of each module, or a number of bytes. Two policies with
+    equal boundaries divide a model alike. It refers to no module, so a handle may keep it."""
+    if policy is None or isinstance(policy, int):
+        return DEFAULT_UNIT_BYTES if policy is None else policy
+    return tuple(_modules_by_unit(modules, with_classes(policy, modules), readers(modules))[0].items())
 
 
 def _size_of_vocabulary(modules: Modules) -> int | None:

@@ -1,0 +1,69 @@
+"""`Sharding`, the record that all frameworks share: what it asks for of a model that is sharded already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroshard
+from tests.kit import Block, Net, make
+from zeroshard.integrations import Sharding
+from zeroshard.testing import run_ranks
+
+UP = torch.nn.Linear
+HALF = zeroshard.MixedPrecision()
+
+
+def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
+    """Otherwise a framework's own arguments would have no effect, and nobody would know."""
+
+    def check(rank: int) -> None:
+        grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        norms = {torch.nn.LayerNorm: "fp32", "*": "bf16"}
+        made: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+            # (sharded so; asks for the same; asks for something else)
+            (
+                {"units": Block, "precision": "bf16", "keep_gathered": [Block]},
+                [
+                    {},
+                    {"units": "Block", "precision": torch.bfloat16, "keep_gathered": ["blocks.*"]},
+                    {"units": lambda module: isinstance(module, Block), "precision": HALF, "mesh": dist.group.WORLD},
+                    {"units": [Block], "precision": {"*": "bf16-mixed"}},
+                ],
+                [
+                    {"plan": "zero2"},
+                    {"units": UP},
+                    {"units": 1 << 20},
+                    {"units": [Block, ("embed", "norm")]},
+                    {"precision": "fp32"},
+                    {"precision": zeroshard.MixedPrecision(output=torch.float32)},
+                    {"precision": norms},
+                    {"keep_gathered": True},
+                    {"mesh": grid},
+                    {"mesh": alone},
+                ],
+            ),
+            (
+                {"precision": norms, "mesh": grid},
+                [{"precision": norms}, {"mesh": grid, "units": 32 << 20}],
+                [{"precision": "bf16"}, {"mesh": dist.group.WORLD}, {"mesh": grid["shard"]}, {"units": 1 << 10}],
+            ),
+            ({}, [{"precision": "fp32"}, {"precision": "no"}], [{"precision": "bf16"}, {"units": "Block"}]),
+        ]
+        for how, same, others in made:
+            model = make(Net)
+            handle = zeroshard.shard(model, "zero3", **how)
+            for asked in same:
+                assert Sharding(**asked).shard(model) is handle, (how, asked)
+            for asked in others:
+                [name] = asked
+                with pytest.raises(ValueError, match=rf"is sharded already, and not as asked for \({name}=.*zero3, "):
+                    Sharding(**asked).shard(model)
+            handle.close()
+
+    run_ranks(check, 2)
