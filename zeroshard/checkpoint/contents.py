@@ -24,7 +24,7 @@ from zeroshard.checkpoint.rank_state import blob, number, whole
 from zeroshard.checkpoint.saved_state import StateKinds, names_of
 from zeroshard.checkpoint.writer import Item
 from zeroshard.errors import InvalidType, InvalidValue
-from zeroshard.io.values import encode, no_tensors
+from zeroshard.io.values import encode, no_tensors, without_numpy
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -139,10 +139,11 @@ def state_item(entry: StateEntry) -> Item:
     if isinstance(entry, StateChunk):
         name = _state_name("scalar" if entry.is_scalar else "optimizer", entry)
         return Item(name, entry.shape, entry.dtype, entry.interval, entry.read)
-    if isinstance(entry.value, (bool, int, float)):
-        return number(_state_name("number", entry), entry.value)
+    value = without_numpy(entry.value)
+    if isinstance(value, (bool, int, float)):
+        return number(_state_name("number", entry), value)
     where = f"state {entry.key} of {entry.parameter}"
-    return blob(_state_name("value", entry), encode(entry.value, no_tensors, where))
+    return blob(_state_name("value", entry), encode(value, no_tensors, where))
 
 
 def _state_name(kind: str, entry: StateEntry) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.io.values import without_numpy
+
 NOT_TOLD = -1
 """In place of a digest: this rank is a follower of a join and has no settings of its own (see `join.py`)."""
 
@@ -123,6 +125,7 @@ _LATE = "after clip_grad_norm_, "
 def plain(value: Any) -> Any:
     """A value whose `repr` is equal on all ranks if the setting is equal: numbers as float, one-element tensors as
     their number. Objects that cannot be compared are replaced by the name of their type."""
+    value = without_numpy(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):

@@ -4,11 +4,14 @@ JSON has no tuples, no infinity, no tensors, and only strings as keys. These val
 
     (1, 2) -> {"$tuple": [1, 2]}    {3: "x"} -> {"$dict": [[3, "x"]]}    inf -> {"$float": "inf"}
     Counter({3: 1}) -> {"$counter": [[3, 1]]}    tensor -> {"$tensor": "<name under which it is stored>"}
+
+Scalars of numpy, which its functions return in the place of Python's numbers, are stored as those.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +24,19 @@ from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES
 
 
+def without_numpy(value: Any) -> Any:
+    """A scalar of numpy as Python's own number or text; anything else as it is."""
+    numpy = sys.modules.get("numpy")  # without it there are none
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
+
+
 def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
     """`value` as JSON. `store` is called with each tensor, and returns a name for it.
 
     Raises:
         ValueError: a value of another type (objects and code are never stored), or a sparse or quantised tensor.
     """
+    value = without_numpy(value)
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int) and type(value) is int:
@@ -42,12 +52,12 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
             raise InvalidValue(f"{where} has the dtype {value.dtype}, which safetensors files do not have")
         return {"$tensor": store(value.detach())}
     if isinstance(value, dict):
-        items = [[key, encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
-        if any(not isinstance(key, (str, int, float, bool, type(None))) for key in value):
+        items = [[without_numpy(key), encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
+        if any(not isinstance(key, (str, int, float, bool, type(None))) for key, _ in items):
             raise InvalidValue(f"{where} has keys that are neither texts nor numbers")
         if isinstance(value, Counter):
             return {"$counter": items}
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
             return dict(items)
         return {"$dict": items}
     if type(value) in (list, tuple):

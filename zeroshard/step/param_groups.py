@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.settings import Items, Members, plain
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.io.values import without_numpy
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import OptimizerClass, Options
@@ -198,4 +199,4 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
 
 
 def _as_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
+    return value.item() if isinstance(value, Tensor) else without_numpy(value)
