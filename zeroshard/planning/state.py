@@ -1,4 +1,4 @@
-"""Finds out what state an optimizer class keeps for a parameter, by building it over a tiny one and stepping it once."""
+"""Finds out what state an optimizer class keeps for a parameter: builds it over a tiny one, and steps it once."""
 
 from __future__ import annotations
 
