@@ -1,5 +1,9 @@
 """zeroshard: sharded data-parallel training for PyTorch. One engine for all ZeRO stages, each described by a `Plan`."""
 
+from zeroshard import starting  # noqa: F401 - first, as the others take seconds to import
+
+# isort: split
+
 import importlib
 import logging
 from typing import TYPE_CHECKING, Any

@@ -14,8 +14,10 @@ import pytest
 
 from tests.forked import FirstAnInterpreter, Forked
 from tests.patience import wait_until
+from zeroshard import starting
 from zeroshard.checkpoint import files, verify
 from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, main, run
+from zeroshard.train.loop import Requests
 from zeroshard.train.ranks import cores
 
 SMALL = [
@@ -121,6 +123,61 @@ def test_a_last_segment_that_is_not_unique_is_no_name() -> None:
     options = [click.Option(["--a.x", "a__x"]), click.Option(["--b.x", "b__x"]), click.Option(["--b.y_z", "b__y_z"])]
     names = _other_names([*options, click.Option(["--y-z"])])
     assert {name: option.name for name, option in names.items()} == {"--y_z": "b__y_z", "--b.y-z": "b__y_z"}
+
+
+SLOW_LIBRARY = """
+import os, signal, sys
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass  # here the handler runs
+except KeyboardInterrupt:
+    print("raised", flush=True)
+starting = sys.modules["zeroshard.starting"]
+print(starting.told, flush=True)
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "environment", "expected"),
+    [
+        (("-m", "zeroshard", "plan"), {}, (130, "", "\ninterrupted\n")),
+        (("bin/zeroshard", "plan"), {}, (130, "", "\ninterrupted\n")),
+        (("-m", "zeroshard", "train"), {"RANK": "0"}, (7, "True\n", "")),  # noted, for the first step
+        (("mine.py",), {}, (7, "raised\nFalse\n", "")),  # a program that uses the library has its own way
+    ],
+)
+def test_control_c_during_imports(
+    tmp_path: Path, program: tuple[str, ...], environment: dict[str, str], expected: tuple[int, str, str]
+) -> None:
+    """The interrupt comes while torch is being imported, which swallows it."""
+    (tmp_path / "torch.py").write_text(SLOW_LIBRARY)
+    (tmp_path / "bin").mkdir()
+    for name in ("mine.py", "bin/zeroshard"):
+        (tmp_path / name).write_text("import zeroshard\n")
+    path = f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"
+    done = subprocess.run(
+        [sys.executable, *program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_a_rank_that_was_interrupted_while_it_started_stops_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told in (False, True):
+        monkeypatch.setattr(starting, "told", told)
+        with Requests() as requests:
+            assert requests.stop is told
+
+
+def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Command, "invoke", interrupted)
+    assert run(["inspect", "steps"]) == 130
+    assert capsys.readouterr() == ("", "\ninterrupted\n")
 
 
 def test_help_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,9 @@ ROOMS = [
 ]
 """A file imports from its own room and from rooms earlier in this list. (`zeroshard/__init__.py` names what is
 public.)"""
-LEAVES = {"errors", "placement", "precision", "loss_scale", "step_result"}
-"""Files at the top of the package that every room may import: types that users pass in or get back."""
+LEAVES = {"errors", "placement", "precision", "loss_scale", "step_result", "starting"}
+"""Files at the top of the package that every room may import: types that users pass in or get back, and what runs
+before all."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.io.checked import NotWritten
 from zeroshard.planning.optimizers import class_named
+from zeroshard.starting import begun
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
@@ -31,6 +32,7 @@ class Command(click.Command):
     """A command that reports a damaged checkpoint, a failed read or write and a bad argument in one line."""
 
     def invoke(self, context: click.Context) -> Any:
+        begun()
         try:
             return super().invoke(context)
         except NotWritten as error:

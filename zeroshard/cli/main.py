@@ -22,13 +22,14 @@ from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
 from zeroshard.cli.tokenizer import tokenizer
 from zeroshard.io.logger import warnings_on_stderr
+from zeroshard.starting import INTERRUPTED, begun
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from zeroshard.train.config import Config
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 
 SHORT = {
     "parallel.plan": "--plan",
@@ -75,6 +76,7 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         return _refuse(error.format_message(), arguments)
     except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -202,6 +204,7 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     if under_launcher() or (nproc == 1 and not config.parallel.max_restarts):
         train_this_rank(config, resume=saved, occupied=occupied)
         return 0
+    begun()
     prepare(config.data)  # here a mistake in --data is reported once, not by every rank
     arguments = list(context.obj)
     if not config.run.out:

@@ -22,10 +22,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from zeroshard.starting import INTERRUPTED
 from zeroshard.train.ranks import cores
 
 BAD_INPUT = 2
-INTERRUPTED = 130
 _PROBLEM_FOLDER = "ZEROSHARD_PROBLEM_FOLDER"
 
 

@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 
 import zeroshard
+from zeroshard import starting
 from zeroshard.checkpoint import steps
 from zeroshard.comm import watch
 from zeroshard.comm.transport import TransportName
@@ -88,6 +89,8 @@ class Requests:
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
+        if starting.told:
+            self._note(signal.SIGINT, None)
         return self
 
     def __exit__(
