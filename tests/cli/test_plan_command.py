@@ -75,12 +75,18 @@ def test_the_first_rank_of_a_report_is_one_of_the_plan(tmp_path: Path, capsys: p
     said(capsys, "report", path, "--first-rank", "7")
 
 
-def test_one_line_for_each_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_each_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
     (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit()\n")
+    monkeypatch.syspath_prepend(tmp_path)
     for arguments, message in (
         (["nothing"], "expected the configuration of a run"),
         (["no.such:module"], "cannot be imported"),
+        (["a_script:Net"], "a_script:Net: cannot be imported: it called sys.exit(): what only a script does"),
+        (["sys:exit"], "cannot be built on the meta device: it called sys.exit()"),
         (["tests.kit:VOCAB"], "expected a function, found a int"),
         (["tests.kit:logs"], "cannot be built on the meta device"),
         (["builtins:dict"], "expected a torch.nn.Module, found a dict"),

@@ -165,7 +165,7 @@ def _imported(text: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidValue(f"{text}: cannot be imported: {_first_line(error)}") from error
     if not callable(found):
         raise InvalidValue(f"{text}: expected a function, found a {type(found).__name__}")
@@ -177,7 +177,7 @@ def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:
     try:
         with torch.device("meta"):
             model = build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidValue(f"{where}: the model cannot be built on the meta device: {_first_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"{where}: expected a torch.nn.Module, found a {type(model).__name__}")
@@ -193,5 +193,7 @@ def _needing(what: str, package: str) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error}): what only a script does belongs under `if __name__ == '__main__':`"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
