@@ -155,6 +155,7 @@ def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.C
         assert message in found
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
     (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\nnproc = 2\ndevice = "cpu"\n')
+    (tmp_path / "timeline-0.json.gz").write_bytes(b"nothing")  # damaged, and not read for this table
     text = said(capsys, "plan", "--compare", tmp_path)
     assert "step 3: zero3, fp32, 2 ranks" in text
     (row,) = (line for line in text.splitlines() if line.startswith("the engine, between steps"))

@@ -305,6 +305,12 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     check(lambda text: "[]\n" + text, "in line 1: expected an object with a kind")
     check(lambda text: text.replace('"restarts": 1', '"restarts": "x"'), "is damaged: ValueError")
     whole = write_run(tmp_path) / "metrics.jsonl"
+    content = whole.read_bytes()
+    whole.write_bytes(content + b" " * 10**6 + b"\xff")
+    with pytest.raises(ValueError, match=r"is damaged: UnicodeDecodeError: .* byte 0xff in position") as caught:
+        read_run(tmp_path)
+    assert len(str(caught.value)) < 200 + len(str(whole))
+    whole.write_bytes(content)
     whole.write_text(whole.read_text() + '{"kind": "ste')  # a run that was killed while it wrote
     assert read_run(tmp_path).last["step"] == 6
 
@@ -351,6 +357,9 @@ def test_a_recorded_step_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
     assert (parts["in step"], parts["messages in flight"], parts["in backward"]) == ("4 µs", "12 µs", "0")
     drawing = time_lanes.draw_measured(run.timeline, 1100)
     assert drawing.count('class="span') == 5 and "One step, measured" in Report(facts(), run).html
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="is not a timeline"):
-        read_run(tmp_path)
+    for content in (b"nothing", gzip.compress(b"a" * 10**6 + b"\xff")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a timeline") as caught:
+            read_run(tmp_path)
+        assert len(str(caught.value)) < 200 + len(str(path))
+    assert read_run(tmp_path, timeline=False).last == run.last

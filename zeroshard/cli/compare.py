@@ -21,7 +21,7 @@ def compare(folder: Path) -> None:
     Raises:
         ValueError: the folder contains no such run, a damaged one, or one that has not done a step yet.
     """
-    run = saved_run(folder)
+    run = saved_run(folder, timeline=False)
     from zeroshard.train.planned import configuration_of, language_of
 
     language = language_of(run.config)

@@ -30,13 +30,13 @@ class SavedRun:
     step: Path | None
 
 
-def saved_run(folder: Path) -> SavedRun:
-    """The run in `folder`.
+def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
+    """The run in `folder`, with the timeline of a step if `timeline`.
 
     Raises:
         ValueError: the folder contains no run, a damaged one, or one that has not done a step yet.
     """
-    record = read_run(folder)
+    record = read_run(folder, timeline=timeline)
     config, step = configuration_file(folder / "config.toml"), _saved_step(folder)
     from zeroshard.train.planned import Place
 

@@ -11,7 +11,7 @@ from typing import Any
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
-from zeroshard.report.run_timeline import MeasuredStep, read_timeline
+from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline
 
 METRICS = "metrics.jsonl"
 _WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
@@ -74,8 +74,11 @@ class RunRecord:
         return [step["step"] for step in self.steps if step.get("applied") is False]
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path, *, timeline: bool = True) -> RunRecord:
     """What the run in `folder` has recorded.
+
+    Args:
+        timeline: also read that.
 
     Raises:
         ValueError: the folder contains no run, a damaged one, or one that has not done a step yet.
@@ -86,13 +89,13 @@ def read_run(folder: Path) -> RunRecord:
     except FileNotFoundError:
         raise InvalidValue(f"{folder} is not the folder of a run: there is no {path.name} in it") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidValue(f"{path} is damaged: {error!r}") from error
+        raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error
     rows = list(_rows(path, lines))
-    timeline = read_timeline(folder)
+    measured = read_timeline(folder) if timeline else None
     try:
-        found = replace(_record(folder, rows), timeline=timeline)
+        found = replace(_record(folder, rows), timeline=measured)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidValue(f"{path} is damaged: {error!r}") from error
+        raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error
     if not found.steps:
         raise InvalidValue(f"{path}: the run has not come to its first step")
     return found

@@ -46,8 +46,13 @@ def read_timeline(folder: Path) -> MeasuredStep | None:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         spans = list(_spans([event for event in events if event["ph"] == "X"]))
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise InvalidValue(f"{path} is not a timeline: {error!r}") from error
+        raise InvalidValue(f"{path} is not a timeline: {in_short(error)}") from error
     return MeasuredStep(tuple(spans))
+
+
+def in_short(error: Exception) -> str:
+    """Its class and the beginning of its text. (The `repr` of a `UnicodeDecodeError` has the whole file.)"""
+    return f"{type(error).__name__}: {str(error)[:200]}"
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
