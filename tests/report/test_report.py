@@ -202,6 +202,20 @@ def damage(values: dict[str, Any], path: str, value: object) -> dict[str, Any]:
     return copy
 
 
+IMPOSSIBLE = (
+    ("ranks", -1, "[0], ranks is damaged: expected a number from 0 to 2**63, found '-1'"),
+    ("ranks", 0, "[0] is damaged: 0 ranks do not divide into 1 replicas"),
+    ("replicas", 10**30, "[0], replicas is damaged: expected a number from 0"),
+    ("replicas", 5, "ranks do not divide into 5 replicas"),
+    ("sent", -5, "[0], sent is damaged: expected a number from 0"),
+    ("held.0.engine.weights", -1, "weights is damaged: expected a number from 0"),
+    ("grads", "x", "[0] is damaged: expected placements of ['partial', 'replicated', 'sharded'], found 'x'"),
+    ("held", [], "[0] is damaged: expected what is held in each phase, found none for 'backward'"),
+    ("maps.0.names", [], "maps[0] is damaged: expected units and three sizes, found 0 and 3"),
+)
+"""Where in a plan, the value there, the message."""
+
+
 def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     write_plan(facts(), path)
@@ -217,6 +231,15 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
             "is damaged: 5 elements",
         ),
         (lambda: path.write_text(json.dumps(damage(whole, "planned", []))), "planned is damaged: it has no entry"),
+        (lambda: path.write_text(json.dumps(damage(whole, "curves", []))), "curves is damaged: it has no entry"),
+        (
+            lambda: path.write_text(json.dumps(damage(whole, "curves.0.points", []))),
+            "curves[0] is damaged: expected points of the curve, found none",
+        ),
+        *(
+            (lambda at=at, to=to: path.write_text(json.dumps(damage(whole, f"planned.0.{at}", to))), message)
+            for at, to, message in IMPOSSIBLE
+        ),
         (path.unlink, "there is no"),
     ):
         change()

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
-from zeroshard.placement import PLANS, as_plan
+from zeroshard.placement import PLANS, Placement, as_plan
 from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
 from zeroshard.planning.forecast import Forecast
 from zeroshard.planning.time_model import Span, StepTime
 
+PHASES = ("forward", "backward", "step", "between steps")
 SWEPT = 64
 """Bytes per rank are planned up to that many ranks, and up to those of the configuration."""
 
@@ -32,6 +34,10 @@ class UnitMap:
     names: tuple[str, ...]
     layout: BufferLayout
     itemsizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.names or len(self.itemsizes) != 3:
+            raise InvalidValue(f"expected units and three sizes, found {len(self.names)} and {len(self.itemsizes)}")
 
     @property
     def title(self) -> str:
@@ -120,6 +126,15 @@ class Planned:
     moments: tuple[StepMoment, ...]
     timeline: Timeline | None
 
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.ranks < 1 or self.ranks % self.replicas:
+            raise InvalidValue(f"{self.ranks} ranks do not divide into {self.replicas} replicas")
+        placements = {placement.value for placement in Placement}
+        if unknown := {self.weights, self.grads, self.main} - placements:
+            raise InvalidValue(f"expected placements of {sorted(placements)}, found {min(unknown)[:60]!r}")
+        if missing := set(PHASES) - {held.phase for held in self.held}:
+            raise InvalidValue(f"expected what is held in each phase, found none for {min(missing)!r}")
+
     @property
     def num_shards(self) -> int:
         return self.ranks // self.replicas
@@ -158,6 +173,10 @@ class Curve:
 
     plan: str
     points: tuple[Point, ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise InvalidValue("expected points of the curve, found none")
 
 
 @dataclass(frozen=True)

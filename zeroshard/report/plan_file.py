@@ -13,6 +13,8 @@ from zeroshard.errors import InvalidValue
 from zeroshard.report.facts import Facts
 
 KEY, VERSION = "zeroshard plan", 1
+MOST = 1 << 63
+"""No number of a plan is larger: bytes, counts and seconds."""
 
 
 def write_plan(facts: Facts, path: Path) -> None:
@@ -39,8 +41,9 @@ def read_plan(path: Path) -> Facts:
             "again with zeroshard plan MODEL --save plan.json"
         )
     facts: Facts = _decoded(Facts, {key: value for key, value in found.items() if key != KEY}, str(path))
-    if not facts.planned:
-        raise InvalidValue(f"{path}, planned is damaged: it has no entry")
+    for name in ("planned", "curves"):
+        if not getattr(facts, name):
+            raise InvalidValue(f"{path}, {name} is damaged: it has no entry")
     return facts
 
 
@@ -58,6 +61,8 @@ def _decoded(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if not isinstance(kind, type) or type(value) is not kind:
         raise InvalidValue(f"{where} is damaged: expected {kind}, found {str(value)[:60]!r}")
+    if isinstance(value, (int, float)) and not 0 <= value <= MOST:  # NaN is not, either
+        raise InvalidValue(f"{where} is damaged: expected a number from 0 to 2**63, found {str(value)[:60]!r}")
     return value
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from zeroshard.planner import Bytes
 from zeroshard.planning.fit import KINDS_IN_WORDS, in_units
-from zeroshard.report.facts import Planned
+from zeroshard.report.facts import PHASES, Planned
 from zeroshard.report.run_folder import Measured
 from zeroshard.report.svg import Legend, Scale, data, element, label, line, picture, ticks
 
 KINDS = ("weights", "main", "state", "scalars", "grads", "ring", "buckets", "scratch", "activations")
 """From the bottom to the top: first what is held all the time."""
 WORDS = KINDS_IN_WORDS | {"scalars": "step counts", "activations": "activations and inputs"}
-PHASES = ("forward", "backward", "step", "between steps")
 SHORT = {"forward": "fwd", "backward": "bwd", "step": "step", "between steps": "rest"}
 
 
