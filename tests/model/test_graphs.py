@@ -433,29 +433,36 @@ def test_each_of_these_models_learns_something_of_its_own() -> None:
 # Loops ----------------------------------------------------------------------------------------------------------------
 
 
-def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None]) -> None:
-    """Run `loop(model, backward, rank, step)` under all plans on 2 ranks, and compare it to one process that adds up
+def expect_same_training(
+    loop: Callable[[nn.Module, Callable[[Tensor], None], int, int], None],
+    *,
+    plans: tuple[zeroshard.Plan, ...] = PLANS,
+    net: Callable[[], nn.Module] = Net,
+    units: Any = Block,
+    ranks: int = 2,
+) -> None:
+    """Run `loop(model, backward, rank, step)` under these plans, and compare it to one process that adds up
     gradients."""
 
     def plain() -> Any:
-        model = make(Net)
+        model = make(net)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         for step in range(2):
             totals: list[dict[str, Tensor]] = []
-            for of_rank in range(2):
+            for of_rank in range(ranks):
                 model.zero_grad()
                 loop(model, lambda loss, **options: loss.backward(**options), of_rank, step)
                 totals.append({name: p.grad for name, p in model.named_parameters()})
             for name, parameter in model.named_parameters():
-                parameter.grad = (totals[0][name] + totals[1][name]) / 2
+                parameter.grad = torch.stack([total[name] for total in totals]).sum(0) / ranks
             optimizer.step()
         return model.state_dict()
 
     def check(rank: int) -> list[Any]:
         expected, logs = plain(), []
-        for plan in PLANS:
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block)
+        for plan in plans:
+            model = make(net)
+            handle = zeroshard.shard(model, plan, units=units)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
             for step in range(2):
                 optimizer.zero_grad()
@@ -468,7 +475,7 @@ def expect_same_training(loop: Callable[[nn.Module, Callable[[Tensor], None], in
             logs.append(handle.comm_log)
         return logs
 
-    for logs in zip(*run_ranks(check, 2), strict=True):
+    for logs in zip(*run_ranks(check, ranks), strict=True):
         expect_same_logs(logs)
 
 
@@ -488,6 +495,46 @@ def test_backward_twice_through_a_retained_graph() -> None:
         backward(2 * loss)
 
     expect_same_training(loop)
+
+
+class Scaled(Net):
+    """The root unit has a weight in front of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_losses_of_features_behind_a_backward(ranks: int) -> None:
+    """A second backward that begins inside the model needs the units around, whose outputs it does not pass."""
+
+    def loop(deep: str, model: Any, backward: Any, rank: int, step: int) -> None:
+        features: list[Tensor] = []
+        taps = [
+            model.get_submodule(path).register_forward_hook(lambda *call: features.append(call[2]))
+            for path in ("blocks.0", deep)
+        ]
+        loss = loss_of_tokens(model, rank, 0, step)
+        if step:  # features first, and then those of another forward
+            backward(features[1].square().mean(), retain_graph=True)
+            loss_of_tokens(model, rank, 1, step)
+            backward(features[3].square().mean())
+        backward(loss, retain_graph=True)
+        backward(features[0].square().mean(), retain_graph=True)
+        backward(features[1].abs().mean())
+        for tap in taps:
+            tap.remove()
+
+    for units, deep in ((nested, "blocks.1.up"), (Block, "blocks.2"), (1, "blocks.1.up")):
+        plans = PLANS if units is nested else PLANS[3:]
+        expect_same_training(partial(loop, deep), plans=plans, net=Scaled, units=units, ranks=ranks)
 
 
 def test_a_step_that_failed_in_forward_or_backward_can_be_repeated() -> None:

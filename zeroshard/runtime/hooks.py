@@ -79,9 +79,15 @@ _MOST_VISITS = 8
 
 @dataclass(eq=False)
 class Visit:
-    """One forward of a unit that backward will come back to."""
+    """One forward of a unit that backward will come back to.
+
+    Attributes:
+        around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
+            through the same graph that begins at an output of this unit, so they are shown again with it.
+    """
 
     unit: Unit
+    around: Sequence[Unit] = ()
 
 
 @dataclass(eq=False)
@@ -376,13 +382,14 @@ class Schedule(NotCopied):
         if not in_backward():
             for unit in free:
                 self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
-        visits = [Visit(unit) for unit in free]
+        around = self._running.around()
+        visits = [Visit(unit, around) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
             if len(self._visits) > _MOST_VISITS * len(self._needs):  # forwards without a backward
                 self._visits.clear()
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
-        visits = [*visits, *map(Visit, in_scope)]
+        visits = [*visits, *(Visit(unit, around) for unit in in_scope)]
         for leaf in _differentiable(output):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
@@ -397,7 +404,7 @@ class Schedule(NotCopied):
 
     def _on_output_grad(self, visits: Sequence[Visit]) -> None:
         self.begin_backward()
-        units = [visit.unit for visit in visits]
+        units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
             # The second backward reads weights through views that the first has left in the graph. No hook could gather
             # them again, so they must stay.
@@ -405,11 +412,11 @@ class Schedule(NotCopied):
         with torch.no_grad():
             waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
             if not waiting:
-                self.gatherer.enter_backward(units)
+                self.gatherer.enter_backward([*around, *units])
                 return
             self._visit_from(waiting[-1] + 1)
             del self._visits[waiting[0] :]
-            self._come_to(units)
+            self._come_to(units, around)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
@@ -429,19 +436,20 @@ class Schedule(NotCopied):
     def _visit_from(self, first: int) -> None:
         """Visit the units of the visits from number `first` on, the last one first."""
         while len(self._visits) > first:
-            self._come_to([self._visits.pop().unit])
+            visit = self._visits.pop()
+            self._come_to([visit.unit], visit.around)
 
-    def _come_to(self, units: Sequence[Unit]) -> None:
+    def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
         """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
         they are reduced here, also if this rank has no gradient of them, as its peers may have some."""
         # Gather before any reduction: a peer may wait for this gather before it reads what a reduction below waits for.
-        self.gatherer.gather_for_backward(units)
+        self.gatherer.gather_for_backward([*around, *units])
         task = torch._C._current_graph_task_id()
         # An inner backward (of a reentrant checkpoint) has a higher id. While it runs, it is unknown whether the outer
         # backward has more gradients for the units that it was at: they stay in `_at` until the outer one goes on.
         unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._leave(unit, units)}
         self._at = dict.fromkeys(units, task) | unfinished
-        self.gatherer.enter_backward(units)
+        self.gatherer.enter_backward([*around, *units])
 
     def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still

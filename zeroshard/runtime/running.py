@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.comm.recording import RECORDER, Kind, Range
 from zeroshard.model.trees import tensors_in
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
 
 
 class End(Enum):
@@ -68,6 +69,12 @@ class Running:
                 # The model may be called where another error is being handled (`except: model(x)`).
                 return End.RETURNED if sys.exception() is handled else End.RAISED
         return End.NOT_BEGUN
+
+    def around(self) -> tuple[Unit, ...]:
+        """The units of the running calls that are gathered for them, the outermost first. Not root parts that no call
+        has reached yet: what has run does not depend on them."""
+        borrowing = [unit for units, _, _ in self._calls for unit in units if unit.weights.buffer.borrows]
+        return tuple(unit for unit in dict.fromkeys(borrowing) if unit.weights.state is not Residency.SHARDED)
 
     # Backward, for timelines -------------------------------------------------------------------------------------
 
