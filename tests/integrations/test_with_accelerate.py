@@ -170,8 +170,9 @@ def test_what_else_its_methods_do() -> None:
         run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
         with pytest.raises(ValueError, match="expected all parameters of one optimizer, found 5 of its 20"):
             run.accelerator.clip_grad_norm_(run.model.blocks[0].parameters(), 1.0)
-        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9)
         assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) > 1e-3
+        run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9)
+        assert 0 < float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) < 1e-6
         with pytest.raises(RuntimeError, match="register_for_checkpointing"):
             run.accelerator.register_save_state_pre_hook(print)
         uneven(rank)

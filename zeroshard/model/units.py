@@ -326,6 +326,8 @@ def boundaries(policy: UnitPolicy, modules: Modules) -> Hashable:
     equal boundaries divide a model alike. It refers to no module, so a handle may keep it."""
     if policy is None or isinstance(policy, int):
         return DEFAULT_UNIT_BYTES if policy is None else policy
+    if all(parameter is None for module in modules.values() for parameter in module._parameters.values()):
+        return ()  # nothing to divide, and a class that is named may match nothing
     return tuple(_modules_by_unit(modules, with_classes(policy, modules), readers(modules))[0].items())
 
 

@@ -53,7 +53,10 @@ class Clips:
         is_second = clipping.waits
         if clipping.awaits_norm:
             agreement.answer()
-        if is_second:
+        if clipping.value is not None:
+            ask(norm_type)  # the ranks know by now how the losses were scaled and weighted
+            self.apply(agreement.mean_factor(agreement.answer()))
+        elif is_second:
             self.apply()  # the norm is that of what is left, and under every plan it is rounded before the next factor
         clipping.asked, clipping.needs_host = (max_norm, norm_type), needs_host
         ask(norm_type)
@@ -107,8 +110,8 @@ class Clips:
             self.apply()
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Clip the gradients now.
+    def apply(self, mean: float | None = None) -> None:
+        """Clip the gradients now. `mean`: the factor from their values to the mean gradient; None: it may not be known.
 
         Raises:
             RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element.
@@ -127,10 +130,13 @@ class Clips:
                 factor = clipping.factor
         if not clipping.waits and not isinstance(factor, Tensor):
             return
-        if clipping.value is not None and not visible.final:
+        bound = clipping.value
+        if bound is not None and mean is not None:
+            bound /= mean
+        elif bound is not None and not visible.final:
             raise InvalidState(
-                "the gradient is used, or clipped by norm, between clip_grad_value_ and the step, and this step's "
-                "losses were scaled or weighted: only the step knows the bound. Call clip_grad_value_ last"
+                "the gradient is used between clip_grad_value_ and the step, and this step's losses were scaled or "
+                "weighted: only the step knows the bound of its elements. Call clip_grad_value_ after that"
             )
         parts = [
             part
@@ -141,7 +147,7 @@ class Clips:
         ]
         with visible.unedited():
             for dtype in {part.dtype for part in parts}:
-                Update(factor, clipping.value).apply_to_all([part for part in parts if part.dtype == dtype])
+                Update(factor, bound).apply_to_all([part for part in parts if part.dtype == dtype])
         if clipping.value is not None:
             visible.changed()  # its norm must be found anew
         self._applied *= clipping.factor
