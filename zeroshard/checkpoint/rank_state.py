@@ -23,8 +23,13 @@ from zeroshard.layout.interval import Interval
 
 def whole(name: str, value: Tensor) -> Item:
     """An item for a tensor that this rank writes completely."""
-    flat = value.detach().reshape(-1)
+    flat = plain_values(value).reshape(-1)
     return Item(name, tuple(value.shape), value.dtype, Interval(0, value.numel()), lambda part: flat[part.slice])
+
+
+def plain_values(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where its memory has other values: a view that conjugates or negates."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def number(name: str, value: bool | int | float) -> Item:
@@ -50,7 +55,7 @@ class EncodedState:
 
     def _store(self, tensor: Tensor) -> str:
         name = f"{self._prefix}/{len(self.tensors)}"
-        self.tensors[name] = tensor
+        self.tensors[name] = plain_values(tensor)
         return name
 
     def items(self) -> Iterator[Item]:

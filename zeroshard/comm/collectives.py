@@ -232,7 +232,7 @@ class Collectives:
         belongs to no step."""
         axis = axis or self.mesh.world
         for batch in _batches(tensors) if axis.size > 1 else ():
-            dense = [tensor.contiguous() for tensor in batch]
+            dense = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in batch]
             parts = [tensor.view(-1).view(torch.uint8) for tensor in dense]  # bytes: gloo has no 8-bit floats
             data = torch.cat(parts) if len(parts) > 1 else parts[0]
             self.transport.broadcast(axis, data, source)
