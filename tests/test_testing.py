@@ -100,6 +100,7 @@ def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -
         join = dist.init_process_group
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
         monkeypatch.setattr(

@@ -145,6 +145,7 @@ def test_a_group_of_some_ranks_is_not_split_off(
 def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     cuda = SimpleNamespace(is_available=lambda: True, set_device=given.setdefault, current_device=lambda: 3)
+    cuda.device_count = lambda: 4
     monkeypatch.setattr(cuda, "set_device", lambda index: given.update(index=index))
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
@@ -158,3 +159,17 @@ def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.Monk
     given.clear()
     meshes._join("gloo", timedelta(seconds=7))
     assert not {"device_id", "pg_options"} & given.keys()
+
+
+@pytest.mark.parametrize(("num_gpus", "local_rank", "expected"), [(1, 3, 0), (4, 3, 3), (2, 0, 0)])
+def test_a_rank_that_sees_one_gpu_takes_it(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, expected: int
+) -> None:
+    """As under Slurm with --gpus-per-task=1, and in Ray. It was an "invalid device ordinal" of torch."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    assert meshes._own_gpu() == expected
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    if num_gpus > 1:
+        with pytest.raises(ValueError, match=f"LOCAL_RANK is 4, and this process sees {num_gpus} GPUs: start at most"):
+            meshes._own_gpu()

@@ -58,10 +58,11 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
 
     Returns:
         The device for this rank's model and data: the current CUDA device if the group has a backend for CUDA, else the
-        CPU. Unless the group existed before, `init` has made CUDA device LOCAL_RANK the current one.
+        CPU. Unless the group existed before, `init` has made CUDA device LOCAL_RANK the current one (the
+        only one, if this process sees no other).
 
     Raises:
-        ValueError: a timeout that is not positive.
+        ValueError: a timeout that is not positive; fewer GPUs than LOCAL_RANK asks for.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -82,7 +83,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     if "nccl" in backend:
         # Must come before the group is created: NCCL makes its communicator on the current device, which by default is
         # GPU 0 on every rank.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_gpu())
         options |= _for_nccl(timeout)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
@@ -91,6 +92,17 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
         dist.init_process_group(backend, **options)
+
+
+def _own_gpu() -> int:
+    """The index of this rank's GPU: LOCAL_RANK, or 0 where the launcher lets each process see one GPU only."""
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if num_gpus > 1 and local_rank >= num_gpus:
+        raise InvalidValue(
+            f"LOCAL_RANK is {local_rank}, and this process sees {num_gpus} GPUs: start at most {num_gpus} ranks on a "
+            "host, or let each process see one GPU of its own (CUDA_VISIBLE_DEVICES)"
+        )
+    return 0 if num_gpus == 1 else local_rank
 
 
 def _for_nccl(timeout: timedelta) -> dict[str, Any]:
