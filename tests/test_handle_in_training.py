@@ -407,3 +407,20 @@ def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
     after = counted()
     assert all(a > b for a, b in zip(after, before, strict=True))
     del kept
+
+
+def test_a_frozen_model_has_no_main_parts_to_average() -> None:
+    """Not an empty list: `zip` with the student's parts would then do nothing."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            teacher = zeroshard.shard(nn.Linear(4, 4).requires_grad_(False), plan)
+            for call in (teacher.main_parts, lambda handle=teacher: handle.set_main_parts([])):
+                with pytest.raises(zeroshard.Error, match="no parameter of this model has trained"):
+                    call()
+            partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            partly[0].requires_grad_(False)
+            assert len(zeroshard.shard(partly, plan, units=nn.Linear).main_parts()) == 1  # the control
+            assert zeroshard.shard(nn.ReLU(), plan).main_parts() == []
+
+    run_ranks(check, 2)

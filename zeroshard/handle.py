@@ -187,13 +187,13 @@ class Handle(NotTheModel, NotCopied):
         """This rank's part of main: one 1-D tensor per trainable unit, in main's dtype. The tensors are views of main,
         or copies if main is kept as a remainder. Use them for elementwise work such as averages, at 1/d of the
         memory."""
-        return [unit.main.read(unit.updated) for unit in self._open("main_parts").units if unit.trainable]
+        return [unit.main.read(unit.updated) for unit in self._open("main_parts").trained_units("main_parts")]
 
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
         """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
         engine = self._open("set_main_parts")
-        trainable = [unit for unit in engine.units if unit.trainable]
+        trainable = engine.trained_units("set_main_parts")
         engine.gatherer.settle()
         # No rank may write its weights before all ranks have read them.
         engine.collectives.exchange_objects(None, "set_main_parts()")

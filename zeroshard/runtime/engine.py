@@ -128,6 +128,20 @@ class Engine(NotCopied):
         trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
         return [p for p in self.model.parameters() if id(p) in trainable]
 
+    def trained_units(self, what: str) -> list[Unit]:
+        """The units that train. `what`: the caller.
+
+        Raises:
+            RuntimeError: none does, in a model with parameters: an average of them would do nothing.
+        """
+        trained = [unit for unit in self.units if unit.trainable]
+        if self.units and not trained:
+            raise InvalidState(
+                f"{what}: no parameter of this model has trained, so there is no main. Read frozen weights "
+                "inside `with handle.unsharded():`, and write them inside `with handle.unsharded(write=True):`"
+            )
+        return trained
+
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's name, for messages."""
         for unit in self.units:
