@@ -459,6 +459,8 @@ def test_compiled_models_train_as_they_do_uncompiled(how: str, before_shard: boo
 
 
 OPERATIONS_OF_A_BLOCK = 5  # norm, up, tanh, down, add
+COMPILES_TORCH_MODULES = torch.__version__ >= (2, 12)
+"""Whether a module of torch.nn that a frame calls after its graph has ended is compiled alone; torch 2.11 does not."""
 ONE_GRAPH: dict[str, Any] = {
     "blocks": lambda model, **how: [
         setattr(model.blocks, str(i), torch.compile(block, fullgraph=True, **how))
@@ -536,7 +538,8 @@ def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
             found = of_rank[plan, how, before_shard]
             of_blocks = [count for count in found if count == OPERATIONS_OF_A_BLOCK]
             assert len(of_blocks) == 2  # with gradients and without: equal blocks share a graph
-            assert sum(found) - sum(of_blocks) == (2 * 3 if how == "model in place" else 0)  # embedding, norm, head
+            others = 2 * 3 if how == "model in place" and COMPILES_TORCH_MODULES else 0  # embedding, norm, head
+            assert sum(found) - sum(of_blocks) == others
 
 
 @pytest.mark.usefixtures("_compiler")

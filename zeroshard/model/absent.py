@@ -81,7 +81,8 @@ class AbsentTensor(Tensor):
         operands = _absent_in(operands)
         for parameter in operands:
             if is_absent(parameter):  # `bring` gives values to all parameters of a unit at once
-                parameter.home.bring()
+                # Of the class: Dynamo would look up the object, which has values already if Dynamo itself read them.
+                type(parameter).home.bring()
         for parameter in operands:
             if is_absent(parameter):
                 raise InvalidState(f"{what}: {parameter.home.explain(_name_of(parameter))}")
