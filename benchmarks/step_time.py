@@ -55,6 +55,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zeroshard
 from zeroshard.testing import run_ranks
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")
@@ -347,7 +348,9 @@ def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         if options.device == "cuda":
             turns = Turns(options.contenders, rounds, world_size, apart=False)
-            torch.multiprocessing.spawn(_cuda_rank, (world_size, folder, options, turns), nprocs=world_size)
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            of_ranks = (world_size, store.port, folder, options, turns)
+            torch.multiprocessing.spawn(_cuda_rank, of_ranks, nprocs=world_size)
             return json.loads(Path(folder, "result").read_text())
         names = [name for name in options.contenders if world_size == 1 or name != PLAIN]
         options = argparse.Namespace(**{**vars(options), "contenders": names})
@@ -371,10 +374,11 @@ def start_again(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _cuda_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, turns: Turns) -> None:
-    torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+def _cuda_rank(rank: int, world_size: int, port: int, folder: str, options: argparse.Namespace, turns: Turns) -> None:
+    # As torchrun does: `init` then makes the group as for users, bound to the GPU and on streams of high priority.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    zeroshard.init("nccl")
     result = measure(rank, options, turns)
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))

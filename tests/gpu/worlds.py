@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+import zeroshard
 from tests.on_cuda import ranks_on_cuda
 from tests.timed_backend import NAME, register, timed_ranks
 from zeroshard.comm import native_transport
@@ -84,12 +86,14 @@ def exchanging_alone() -> Iterator[None]:
 def one_rank(device: str, timing: str = "late") -> Iterator[None]:
     """A world of one in this process: over NCCL, or on a CPU over the backend of `tests/timed_backend.py`."""
     with pytest.MonkeyPatch.context() as environment:
-        backend = "nccl"
         if device == "cpu":
             register()
             environment.setenv("ZEROSHARD_TEST_BACKEND", timing)
-            backend = NAME
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=1)
+        else:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                environment.delenv(name, raising=False)
+            zeroshard.init("nccl")
         try:
             yield
         finally:
@@ -111,11 +115,17 @@ def on_own_devices(device: str, fn: Callable[..., Any], num_ranks: int, *args: A
     if device == "cpu":
         return on_shared_device("random-3", fn, num_ranks, *args)
 
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
+
     def on_gpu(rank: int, *args: Any) -> Any:
-        torch.cuda.set_device(rank)
+        dist.destroy_process_group()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        zeroshard.init("nccl")
         return fn(rank, *args)
 
-    with patch("zeroshard.testing.BACKEND", "nccl"), ranks_on_cuda():
+    with ranks_on_cuda():
         return run_ranks(on_gpu, num_ranks, *args, collective_timeout=120)
 
 
