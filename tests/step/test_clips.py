@@ -178,3 +178,25 @@ def test_clips_of_weighted_losses() -> None:
             assert moved.norm() < left and 0.005 * 0.99 < moved.abs().max() <= 0.005 * 1.001
 
     run_ranks(check, 2)
+
+
+def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it() -> None:
+    """The ranks agree at the clip. A rank that then read its peers' memory found what they had stepped already."""
+
+    def read_in_scope(steps: Steps) -> dict[str, Tensor]:
+        with steps.handle.unsharded():
+            return {name: value.detach().clone() for name, value in steps.model.named_parameters()}
+
+    def check(rank: int) -> None:
+        for number in range(40):
+            steps = Steps(rank, 2, zeroshard.ZERO3)
+            expected = {name: value.clone() for name, value in steps.weights().items()}
+            steps.backward()
+            steps.norm(0.1)
+            found = read_in_scope(steps) if number % 2 else steps.weights()
+            found = {name: value.clone() for name, value in found.items()}
+            steps.optimizer.step()
+            assert all(torch.equal(found[name], value) for name, value in expected.items()), number
+            assert not torch.equal(steps.weights()["0.weight"], expected["0.weight"])
+
+    run_ranks(check, 2)

@@ -79,6 +79,7 @@ class Collectives:
         self.messages = Messages(mesh.world.rank, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)
+        self.num_reads = 0  # how often all ranks have begun to read weights in full: calls of the model, and scopes
         self.transport: Transport = (PairwiseTransport if mesh.is_pairwise else NativeTransport)(self.messages, log)
         if mesh.is_pairwise and mesh.world.size > 1:
             self._try_to_share()

@@ -299,6 +299,7 @@ class Engine(NotCopied):
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:
             orders.before_forward()
+        self.collectives.num_reads += not in_use  # in a scope, one rank may call the model alone
         with outside_transforms():
             if torch.is_grad_enabled():
                 self._expect_known_parameters()

@@ -112,6 +112,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
 
 @contextmanager
 def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
+    gatherer.collectives.num_reads += 1
     for unit in units:
         if not unit.weights.in_use:  # else an outer scope has gathered them
             # `apart`: a scope may stay open for long, and show more units than there are pool buffers.

@@ -56,6 +56,8 @@ class Asked:
         status: of this rank, as told to the others.
         flags: which slots have gradients on this rank.
         gradients: (param group, gradient) of the own shard.
+        num_reads: how often weights had been read in full. After another time a rank may still read its peers' memory,
+            which a step writes: so the ranks agree anew.
         verdict: what the device concludes, if the step goes ahead.
         is_ahead: whether the update has been queued before the answer.
         control: the answer, once it has come.
@@ -71,17 +73,19 @@ class Asked:
     status: Status
     flags: Sequence[bool]
     gradients: Sequence[tuple[int, Tensor]]
+    num_reads: int
     verdict: Verdict | None = None
     is_ahead: bool = False
     control: Control | None = None
     later: list[Settings | None] = field(default_factory=list)
     then: list[Callable[[Control], Any]] = field(default_factory=list)
 
-    def is_about(self, version: object, norm_type: float, by_hand: ByHand) -> bool:
-        """Whether the gradients are still those of this exchange."""
+    def is_about(self, version: object, norm_type: float, by_hand: ByHand, num_reads: int) -> bool:
+        """Whether the gradients are still those of this exchange, and no weights have been read since."""
         waits = {} if self.control is not None else self.by_hand  # the answer has reduced them
         mine, theirs = ({at: _address(gradient) for at, gradient in one.items()} for one in (waits, by_hand))
-        return mine == theirs and self.version == version and self.norm_type == norm_type
+        is_same = self.version == version and self.norm_type == norm_type and self.num_reads == num_reads
+        return mine == theirs and is_same
 
 
 class Agreement:
@@ -163,7 +167,7 @@ class Agreement:
             norm_type = self._asked.norm_type if self._asked else 2.0
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
-        if self._asked and self._asked.is_about(now, norm_type, by_hand):
+        if self._asked and self._asked.is_about(now, norm_type, by_hand, self._engine.collectives.num_reads):
             self._asked.later.append(settings)
             return
         if self._asked:
@@ -258,7 +262,8 @@ class Agreement:
             overflows,
         )
         question = ask(self._engine.collectives, contribution, self._reported, self.same)
-        return Asked(self._engine.reducer.version, settings, norm_type, by_hand, question, status, flags, gradients)
+        version, reads = self._engine.reducer.version, self._engine.collectives.num_reads
+        return Asked(version, settings, norm_type, by_hand, question, status, flags, gradients, reads)
 
     # Ahead of the answer ---------------------------------------------------------------------------------------------
 
