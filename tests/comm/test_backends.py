@@ -25,6 +25,10 @@ from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 
 CUDA = torch.device("cuda", 0)
+needs_any_order = pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group (new_group has no sort_ranks)",
+)
 JOB = Job(model=partial(Net, blocks=1), units=Block, steps=2)
 
 
@@ -125,6 +129,16 @@ def test_a_mesh_named_as_pytorch_and_torchtitan_name_it() -> None:
 
     for outcomes in run_ranks(run, 4):
         assert all(same_bits(outcome.weights, outcomes[0].weights) for outcome in outcomes)
+
+
+def test_a_mesh_of_some_ranks_may_name_them_in_any_order() -> None:
+    """The group of all its ranks was made in the mesh's order, which needs torch's `sort_ranks`."""
+
+    def run(rank: int) -> tuple[int, ...] | None:
+        mesh = DeviceMesh("cpu", torch.tensor([[2, 0]]), mesh_dim_names=("replicate", "shard"))
+        return Mesh.of(mesh).world.ranks if rank != 1 else None
+
+    assert run_ranks(run, 3) == [(0, 2), None, (0, 2)]
 
 
 # Groups in an order of their own ------------------------------------------------------------------------------------

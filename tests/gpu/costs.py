@@ -436,7 +436,7 @@ def _profiled(step: Callable[[Tensor], None], shape: Shape, setting: Setting, fi
     for _ in range(3):
         step(tokens)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         with torch.profiler.record_function("whole step"):
             step(tokens)
         if on_gpu:

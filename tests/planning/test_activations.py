@@ -76,7 +76,7 @@ def recompute_blocks(model: nn.Module) -> None:
 
 def allocated(work: Callable[[], object]) -> int:
     """The peak of the bytes that torch's allocator has allocated during `work`."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         work()
     found: Any = profiler.profiler
     events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]

@@ -216,7 +216,7 @@ class Mesh:
         shard, replicate = _axes_of(mesh)
         device, world, made = device_for(shard.group, device), shard, _Made()
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
-            ranks = tuple(mesh.mesh.flatten().tolist())
+            ranks = tuple(sorted(mesh.mesh.flatten().tolist()))  # the order of the default group
             world = Axis.of(_default_like(ranks, shard.group) or made.get(ranks, shard.group, device))
         expect_usable(world.group, device)
         # [Note: two communicators]
