@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.kit import Job, same_bits, train, train_reference
 from tests.patience import AT_ONCE
+from zeroshard.comm import mesh
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -100,12 +101,17 @@ def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -
         join = dist.init_process_group
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(mesh, "accelerator", lambda: ("cuda", "nccl"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])
-        monkeypatch.setattr(
-            dist, "init_process_group", lambda name, **kwargs: join(name.replace("nccl", "fake"), **kwargs)
-        )
+
+        def join_fake(name: str, **options: Any) -> None:
+            for of_nccl in ("device_id", "pg_options"):
+                options.pop(of_nccl, None)
+            join(name.replace("nccl", "fake"), **options)
+
+        monkeypatch.setattr(dist, "init_process_group", join_fake)
         found: list[Any] = []
         for backend in ("gloo", None):
             dist.destroy_process_group()

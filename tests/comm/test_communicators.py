@@ -142,16 +142,23 @@ def test_a_group_of_some_ranks_is_not_split_off(
     assert seen == [expected] and str(default.bound_device_id) == "cuda:0"
 
 
-def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_machine_with(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> dict[str, Any]:
+    """What `_join` does as local rank 3 of a machine where a process sees so many devices of an accelerator: returns
+    the index that it made current, and the arguments of `init_process_group`."""
     given: dict[str, Any] = {}
-    cuda = SimpleNamespace(is_available=lambda: True, set_device=given.setdefault, current_device=lambda: 3)
-    cuda.device_count = lambda: 4
-    monkeypatch.setattr(cuda, "set_device", lambda index: given.update(index=index))
-    monkeypatch.setattr(torch, "cuda", cuda)
+    devices = SimpleNamespace(device_count=lambda: count, current_device=lambda: given["index"])
+    monkeypatch.setattr(devices, "set_device", lambda index: given.update(index=index), raising=False)
+    monkeypatch.setattr(torch, kind, devices)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device(kind))
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **named: given.update(named, backend=backend))
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.delenv("RANK", raising=False)
+    return given
+
+
+def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = on_machine_with(monkeypatch, "cuda", 4)
     meshes._join(None, timedelta(seconds=7))
     assert given["backend"] == "cpu:gloo,cuda:nccl" and given["index"] == 3
     assert given["device_id"] == torch.device("cuda", 3) and given["timeout"] == timedelta(seconds=7)
@@ -161,15 +168,26 @@ def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.Monk
     assert not {"device_id", "pg_options"} & given.keys()
 
 
-@pytest.mark.parametrize(("num_gpus", "local_rank", "expected"), [(1, 3, 0), (4, 3, 3), (2, 0, 0)])
-def test_a_rank_that_sees_one_gpu_takes_it(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, expected: int
-) -> None:
-    """As under Slurm with --gpus-per-task=1, and in Ray. It was an "invalid device ordinal" of torch."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    assert meshes._own_gpu() == expected
-    monkeypatch.setenv("LOCAL_RANK", "4")
-    if num_gpus > 1:
-        with pytest.raises(ValueError, match=f"LOCAL_RANK is 4, and this process sees {num_gpus} GPUs: start at most"):
-            meshes._own_gpu()
+def test_init_takes_the_only_device_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under Slurm with --gpus-per-task=1, and under Ray: it was "invalid device ordinal"."""
+    given = on_machine_with(monkeypatch, "cuda", 1)
+    meshes._join(None, timedelta(seconds=7))
+    assert given["index"] == 0 and given["device_id"] == torch.device("cuda", 0)
+    given = on_machine_with(monkeypatch, "cuda", 2)
+    with pytest.raises(
+        ValueError, match="LOCAL_RANK is 3, and this process sees 2 cuda devices: start at most 2 ranks"
+    ):
+        meshes._join(None, timedelta(seconds=7))
+    assert not given
+
+
+def test_init_joins_the_backend_of_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It joined gloo alone, and every rank kept device 0."""
+    given = on_machine_with(monkeypatch, "xpu", 4)
+    meshes._join(None, timedelta(seconds=7))
+    assert given == {"index": 3, "backend": "cpu:gloo,xpu:xccl", "timeout": timedelta(seconds=7)} | {
+        name: given[name] for name in ("store", "rank", "world_size")
+    }
+    given = on_machine_with(monkeypatch, "mps", 1)  # gloo is torch's backend for it
+    meshes._join(None, timedelta(seconds=7))
+    assert given["backend"] == "gloo" and "index" not in given

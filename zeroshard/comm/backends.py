@@ -7,6 +7,7 @@ such groups. The device of the model decides which backend is used.
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -26,6 +27,33 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     gloo cannot send CUDA tensors from rank to rank, so that entry is left out.)"""
     pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
     return {device: backend for device, _, backend in pairs if backend != "gloo" or device == "cpu"}
+
+
+def accelerator() -> tuple[str, str]:
+    """The type of the accelerator of this machine, and torch's backend for it: ("cuda", "nccl") for example. ("", "")
+    if there is none, or none with a backend of its own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    backend = dist.Backend.default_device_backend_map.get(found.type, "gloo") if found is not None else "gloo"
+    return (found.type, backend) if found is not None and backend != "gloo" else ("", "")
+
+
+def take_device(kind: str) -> torch.device:
+    """Make the device of this rank the current one: number LOCAL_RANK, or the only one that this process sees.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    devices, number = getattr(torch, kind), int(os.environ.get("LOCAL_RANK", "0"))
+    count = devices.device_count()
+    if count == 1:  # a launcher may show each process its own device alone (Slurm, Ray)
+        number = 0
+    elif number >= count:
+        raise InvalidValue(
+            f"LOCAL_RANK is {number}, and this process sees {count} {kind} devices: start at most {count} ranks on a "
+            "machine, or let each process see all devices of the machine, or only its own"
+        )
+    devices.set_device(number)
+    return torch.device(kind, number)
 
 
 def has_tagged_messages(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -28,10 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm import watch
 from zeroshard.comm.backends import (
     DEFAULT_TIMEOUT,
+    accelerator,
     backends_of,
     device_for,
     expect_usable,
     has_tagged_messages,
+    take_device,
     timeout_of,
 )
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
@@ -49,7 +51,8 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         model.to(device)
 
     Args:
-        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, if CUDA is available, NCCL for CUDA tensors.
+        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, if an accelerator is available, torch's backend
+            for its tensors (NCCL for CUDA, XCCL for XPU).
         timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the waiting ranks
             (gloo). With NCCL the call cannot raise: torch's watchdog logs the timeout and ends the process.
 
@@ -57,12 +60,12 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     rank fails, the other ranks exit within seconds instead of waiting for the timeout.
 
     Returns:
-        The device for this rank's model and data: the current CUDA device if the group has a backend for CUDA, else the
-        CPU. Unless the group existed before, `init` has made CUDA device LOCAL_RANK the current one (the
-        only one, if this process sees no other).
+        The device for this rank's model and data: the current one of the accelerator if the group has a backend for it,
+        else the CPU. Unless the group existed before, `init` has made device LOCAL_RANK the current one; device 0 if
+        the process sees only one.
 
     Raises:
-        ValueError: a timeout that is not positive; fewer GPUs than LOCAL_RANK asks for.
+        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -77,14 +80,15 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
+    kind, own = accelerator()
     # Both backends: a model that stays on the CPU of a machine with GPUs can be trained as well.
-    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = backend or (f"cpu:gloo,{kind}:{own}" if kind else "gloo")
     options: dict[str, Any] = {"timeout": timeout}
-    if "nccl" in backend:
+    if kind and own in backend:
         # Must come before the group is created: NCCL makes its communicator on the current device, which by default is
         # GPU 0 on every rank.
-        torch.cuda.set_device(_own_gpu())
-        options |= _for_nccl(timeout)
+        take_device(kind)
+        options |= _for_nccl(timeout) if own == "nccl" else {}
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
     elif (store := _store_of_this_attempt()) is not None:
@@ -92,17 +96,6 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
         dist.init_process_group(backend, **options)
-
-
-def _own_gpu() -> int:
-    """The index of this rank's GPU: LOCAL_RANK, or 0 where the launcher lets each process see one GPU only."""
-    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if num_gpus > 1 and local_rank >= num_gpus:
-        raise InvalidValue(
-            f"LOCAL_RANK is {local_rank}, and this process sees {num_gpus} GPUs: start at most {num_gpus} ranks on a "
-            "host, or let each process see one GPU of its own (CUDA_VISIBLE_DEVICES)"
-        )
-    return 0 if num_gpus == 1 else local_rank
 
 
 def _for_nccl(timeout: timedelta) -> dict[str, Any]:

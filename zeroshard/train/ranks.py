@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import zeroshard
 from zeroshard.comm import watch
+from zeroshard.comm.backends import take_device
 from zeroshard.train.config import ParallelConfig, UserError
 
 T = TypeVar("T")
@@ -103,15 +104,13 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device_type(config)
-    if kind == "cuda":
-        torch.cuda.set_device(local_rank)
+    device = take_device(kind) if kind == "cuda" else torch.device("cpu")
     ours = not dist.is_initialized()
     # torch starts a thread for each core in each process, so several ranks on one machine would compete for the cores.
     if ours and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
     try:
-        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
         yield Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
     except BaseException as error:
         watch.abort(error, quiet=isinstance(error, UserError))
