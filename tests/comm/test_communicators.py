@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
@@ -191,3 +192,25 @@ def test_init_joins_the_backend_of_another_accelerator(monkeypatch: pytest.Monke
     given = on_machine_with(monkeypatch, "mps", 1)  # gloo is torch's backend for it
     meshes._join(None, timedelta(seconds=7))
     assert given["backend"] == "gloo" and "index" not in given
+
+
+def test_one_queue_for_all_streams_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron's habit; gathers and reductions have two communicators. Once, and not for models on CPUs."""
+
+    def run(rank: int) -> list[str]:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        told = []
+        for value, device in (("2", "cuda:0"), ("1", "cpu"), ("1", "cuda:0"), ("1", "cuda:0")):
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+            caplog.clear()
+            meshes.Mesh.of(None, torch.device(device))
+            told.append(" ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING"))
+        return told
+
+    (told,) = run_ranks(run, 1)
+    assert [bool(words) for words in told] == [False, False, True, False]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in told[2]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from types import NoneType
 from typing import Any
 
@@ -37,7 +37,7 @@ from zeroshard.comm.backends import (
     timeout_of,
 )
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
-from zeroshard.io.logger import tell
+from zeroshard.io.logger import LOGGER, tell
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
@@ -218,6 +218,8 @@ class Mesh:
         # a kernel of one may occupy the GPU while it waits for a peer that waits in the other (NVIDIA/nccl#195). This
         # has not been tried on GPUs.
         own_reduce_group = shard.size > 1 and not has_tagged_messages(shard.group, device)
+        if own_reduce_group and device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            _warn_of_one_connection()
         reduce = Axis.of(made.get(shard.ranks, shard.group, device)) if own_reduce_group else shard
         return cls(shard, replicate, world, reduce, device, tuple(made.groups))
 
@@ -355,6 +357,15 @@ class _Made:
             spare.remove(found)
         self.groups.append(found)
         return found
+
+
+@cache  # once in a process
+def _warn_of_one_connection() -> None:
+    LOGGER.warning(
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1: the GPU starts kernels in the order in which the host queues them, whatever "
+        "their stream, so gathers and reductions of two ranks can wait for each other for ever. Unset it before the "
+        "program starts (Megatron sets it for its own order of kernels)"
+    )
 
 
 def _default_like(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup | None:
