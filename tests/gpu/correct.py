@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.gpu.checks import ROOT, Checks, Setting, Skip, run_python
@@ -22,7 +23,7 @@ from tests.gpu.worlds import (
     on_shared_device,
     one_rank,
 )
-from tests.kit import DEVICE, PLANS, Job, train
+from tests.kit import DEVICE, PLANS, Job, Outcome, train
 from zeroshard.comm.alike import as_terms
 from zeroshard.errors import Error
 from zeroshard.layout.exact import add_exactly
@@ -181,6 +182,20 @@ def several(checks: Checks, setting: Setting) -> None:
         expected = on_own_devices(setting.device, references, 1, jobs, num_ranks)[0]
         found = on_own_devices(setting.device, under_all_plans, num_ranks, jobs)
         compare(checks, f"{num_ranks} ranks", found, expected)
+    num_ranks = 4 if setting.is_small else setting.num_gpus // 2 * 2
+    if num_ranks < 4:
+        checks.note("2 x 2 ranks", "left out: it needs four GPUs")
+        return
+    expected = on_own_devices(setting.device, references, 1, exact, num_ranks)[0]
+    found = on_own_devices(setting.device, _on_two_axes, num_ranks, exact)
+    compare(checks, f"2 x {num_ranks // 2} ranks", found, expected)
+
+
+def _on_two_axes(rank: int, jobs: Mapping[str, Job]) -> dict[str, list[Outcome]]:
+    """`under_all_plans`, with two replicas."""
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(DEVICE.type, shape, mesh_dim_names=("replicate", "shard"))
+    return {name: [train(job, plan, rank, mesh) for plan in PLANS] for name, job in jobs.items()}
 
 
 def norms(checks: Checks, setting: Setting) -> None:

@@ -56,6 +56,9 @@ PIECES = (
     Piece("memory", "what the allocator holds, at rest and at the peak, is what was planned", 240),
     Piece("sharing", "two and three ranks on one GPU, which exchange by the host: the bits of one process", 300),
     Piece("several", "NCCL over several GPUs: the bits of one process where sums are exact", 300),
+    Piece("checkpoint", "saved, also in the background, and loaded: trains on with the same bits", 180),
+    Piece("park", "a parked model leaves the GPU's memory, and trains on with the same bits", 120),
+    Piece("join", "two ranks on one GPU, of which one runs out of inputs", 240),
     Piece(
         "sanitizer", "torch's CUDA sanitizer finds no race; a seeded one is found", 240, {"TORCH_CUDA_SANITIZER": "1"}
     ),
