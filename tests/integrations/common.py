@@ -40,6 +40,14 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def loss_of_outputs(model: nn.Module) -> tuple[torch.dtype, torch.dtype, float]:
+    """The dtypes of what the model returns and of a loss of it, which casts nothing; and the loss."""
+    (tokens,) = texts().tensors
+    logits = model(tokens[:8, :-1])
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:8, 1:].flatten())
+    return logits.dtype, loss.dtype, loss.item()
+
+
 def plain_loop(
     rank: int, num_ranks: int, samples: Samples, precision: Any = None, max_norm: float = MAX_NORM
 ) -> tuple[list[float], State]:

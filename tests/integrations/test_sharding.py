@@ -53,6 +53,11 @@ def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
                 [{"precision": norms}, {"mesh": grid, "units": 32 << 20}],
                 [{"precision": "bf16"}, {"mesh": dist.group.WORLD}, {"mesh": grid["shard"]}, {"units": 1 << 10}],
             ),
+            (
+                {"precision": zeroshard.MixedPrecision(output=torch.float32)},
+                [{"precision": "bf16"}, {"precision": zeroshard.MixedPrecision(output=torch.float32)}],
+                [{"precision": zeroshard.MixedPrecision(output=torch.float64)}, {"precision": "fp16"}],
+            ),
             ({}, [{"precision": "fp32"}, {"precision": "no"}], [{"precision": "bf16"}, {"units": "Block"}]),
         ]
         for how, same, others in made:

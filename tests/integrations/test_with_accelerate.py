@@ -22,6 +22,7 @@ from tests.integrations.common import (
     as_launched,
     expect_faults_to_end_all,
     loss_of,
+    loss_of_outputs,
     plain_loop,
     texts,
 )
@@ -133,6 +134,34 @@ def test_a_compiled_model_has_them_too() -> None:
         assert run.accelerator.unwrap_model(run.model, keep_torch_compile=False) is run.model._orig_mod
 
     run_ranks(check, 2)
+
+
+def test_outputs_and_losses_have_the_dtype_of_the_plain_accelerator() -> None:
+    """A loss of bf16 has three digits."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        import accelerate
+        from accelerate.state import AcceleratorState
+
+        import zeroshard
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 1)
+        found = []
+        for kind, is_sharded in ((accelerate.Accelerator, False), (Accelerator, False), (Accelerator, True)):
+            AcceleratorState._reset_state()
+            accelerator, model = kind(mixed_precision="bf16"), make(Net)
+            if is_sharded:  # who shards the model before says how it returns its outputs
+                zeroshard.shard(model, "zero3", precision="bf16")
+            found.append(loss_of_outputs(accelerator.prepare(model)))
+            accelerator.prepare(model)  # again: it is as asked for
+        plain, ours, of_the_user = found
+        assert ours[:2] == plain[:2] == (torch.float32, torch.float32)
+        assert ours[2] == pytest.approx(plain[2], rel=1e-3) and ours[2] != torch.tensor(ours[2]).bfloat16().item()
+        assert of_the_user[:2] == (torch.bfloat16, torch.bfloat16)  # a control
+
+    run_ranks(check, 1)
 
 
 def automatic(folder: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.examples import run_example
 from tests.grids import EVERYTHING
@@ -22,6 +23,7 @@ from tests.integrations.common import (
     as_launched,
     expect_faults_to_end_all,
     loss_of,
+    loss_of_outputs,
     plain_loop,
     texts,
 )
@@ -255,6 +257,52 @@ def test_loops_of_the_user_with_lightning(tmp_path: Path) -> None:
         manual(rank, tmp_path)
 
     run_ranks(check, 2)
+
+
+def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+
+    def check(rank: int) -> None:
+        launched(rank, 1)
+        for precision in ("bf16-mixed", "bf16-true", "64-true"):
+            plain, ours = (of_fabric(precision, strategy) for strategy in ("auto", "zeroshard_zero3"))
+            assert ours[:2] == plain[:2] == (torch.float32, torch.float32), precision
+            assert ours[2] == pytest.approx(plain[2], rel=2e-3), precision
+        assert ours[2] != torch.tensor(ours[2]).bfloat16().item()
+        for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
+            plain, ours = (of_trainer(tmp_path, precision, strategy) for strategy in ("auto", "zeroshard_zero3"))
+            assert ours[:2] == (dtype, dtype) and plain[1] == dtype, precision
+            assert ours[2] == pytest.approx(plain[2], rel=1e-3 if dtype == torch.float32 else 1e-2), precision
+
+    run_ranks(check, 1)
+
+
+def of_fabric(precision: Any, strategy: str) -> tuple[torch.dtype, torch.dtype, float]:
+    import lightning
+
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy, precision=precision)
+    fabric.launch()
+    return loss_of_outputs(fabric.setup_module(make(Net)))
+
+
+def of_trainer(folder: Path, precision: Any, strategy: str) -> tuple[torch.dtype, torch.dtype, float]:
+    """What the module's `forward` returns in `training_step`; the loss that `training_step` has returned."""
+    module, seen = module_of(), []
+    module.forward = module.net.forward
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        logits = module(batch[0][:, :-1])
+        seen.append(logits.dtype)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
+
+    def on_train_batch_end(outputs: Any, *_: Any) -> None:
+        seen.extend((outputs["loss"].dtype, outputs["loss"].item()))
+
+    module.training_step, module.on_train_batch_end = training_step, on_train_batch_end
+    options = {"max_steps": 1, "accumulate_grad_batches": 1, "precision": precision}
+    trainer(folder, strategy, 1, **options).fit(module, loader(0, 1))
+    dtype, dtype_of_loss, loss = seen
+    return dtype, dtype_of_loss, loss
 
 
 def test_what_lightning_cannot_have_here_is_refused() -> None:

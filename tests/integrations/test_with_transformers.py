@@ -251,6 +251,31 @@ def test_evaluation_best_models_and_an_optimizer_of_the_user(tmp_path: Path) -> 
     run_ranks(check, 2)
 
 
+def test_outputs_in_bf16_have_the_dtype_of_the_plain_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    def check(rank: int) -> None:
+        as_launched(rank, 1)
+        found = []
+        for build in (
+            lambda: hf.Trainer(make(_llama()), arguments(tmp_path, bf16=True)),
+            lambda: trainer(tmp_path, "zero3", bf16=True),
+            lambda: trainer(tmp_path, "zero3", sharding={"precision": "bf16"}),
+        ):
+            reset_accelerate()
+            run = build()
+            run.evaluate(Texts())
+            loss, logits, _ = run.prediction_step(run.model, {n: x[None] for n, x in Texts()[0].items()}, False)
+            found.append((loss.dtype, logits[0].dtype if isinstance(logits, tuple) else logits.dtype, loss.item()))
+        plain, mixed, of_the_user = found
+        assert mixed[:2] == plain[:2] == (torch.float32, torch.float32)
+        assert mixed[2] == pytest.approx(plain[2], rel=1e-3)
+        assert of_the_user[1] == torch.bfloat16  # a control
+
+    run_ranks(check, 1)
+
+
 def reset_accelerate() -> None:
     from accelerate.state import AcceleratorState
 

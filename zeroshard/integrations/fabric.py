@@ -167,7 +167,7 @@ def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) ->
             f"the precision plugin {type(plugin).__name__} is not supported under zeroshard: use precision="
             "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '32-true' or '64-true', or Sharding(precision=...)"
         )
-    sharding = sharding.in_precision(plugin.precision, "precision=")
+    sharding = sharding.in_precision(plugin.precision, "precision=", _output_of(plugin))
     scaler = getattr(plugin, "scaler", None)
     if scaler is None or sharding.loss_scale is not None:
         return sharding
@@ -178,6 +178,14 @@ def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) ->
         growth_interval=scaler.get_growth_interval(),
     )
     return replace(sharding, loss_scale=scale)
+
+
+def _output_of(plugin: Any) -> torch.dtype | None:
+    """The dtype to which outputs are converted; None: they are not."""
+    if plugin.precision.endswith("-mixed"):  # the Trainer's plugin converts nothing, but losses are fp32 under autocast
+        return torch.float32
+    converted: torch.dtype = plugin.convert_output(torch.empty(0, dtype=torch.float16, device="cpu")).dtype
+    return None if converted == torch.float16 else converted
 
 
 def is_movable(module: nn.Module) -> bool:

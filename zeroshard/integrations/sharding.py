@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from zeroshard.model.paths import Modules, modules_of
 from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan, as_plan
-from zeroshard.precision import FLOATS, precision_for
+from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for
 from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
@@ -50,6 +50,7 @@ class Sharding:
     loss_scale: LossScalePolicy | float | Literal["dynamic"] | None = None
     non_finite: NonFinite | None = None
     skip_norm_above: float | None = None
+    _output: torch.dtype | None = field(default=None, repr=False)  # dtype of outputs, set by `in_precision`
 
     @classmethod
     def of(cls, found: Sharding | Mapping[str, Any] | Plan | str | int) -> Sharding:
@@ -58,14 +59,15 @@ class Sharding:
             return found
         if not isinstance(found, Mapping):
             return cls(plan=found)
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls) if one.name != "_output"]
         unknown = sorted(set(found) - set(known))
         if unknown:
             raise InvalidValue(f"sharding: unknown keys {unknown}; expected some of {known}")
         return cls(**found)
 
-    def in_precision(self, name: str | None, argument: str) -> Sharding:
-        """The record with the precision of the framework's own argument (None or "no": unchanged).
+    def in_precision(self, name: str | None, argument: str, output: torch.dtype | None = torch.float32) -> Sharding:
+        """The record with the precision of the framework's own argument (None or "no": unchanged). `output`: the dtype
+        to which the framework converts what the model returns; losses are computed from it.
 
         Raises:
             ValueError: both set a precision.
@@ -76,7 +78,7 @@ class Sharding:
             raise InvalidValue(
                 f"{argument} asks for {name!r}, and sharding for precision={self.precision!r}: leave out one of the two"
             )
-        return replace(self, precision=name)
+        return replace(self, precision=name, _output=output)
 
     def shard(self, model: nn.Module) -> Handle:
         """Shard the model, unless it is sharded already, and return its handle. Collective.
@@ -92,7 +94,11 @@ class Sharding:
                     f"so: {handle}. Call close() of its handle first, or ask for the same"
                 )
             return handle
-        return shard(model, **{name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER})
+        options = {name: value for name, value in self._values() if name not in (*_OF_THE_OPTIMIZER, "_output")}
+        record = as_precision(self.precision) if isinstance(self.precision, str) else None
+        if record is not None and self._output is not None:
+            options["precision"] = replace(record, output=self._output)
+        return shard(model, **options)
 
     def _other_than(self, handle: Handle) -> Iterator[str]:
         """The fields that ask for something else than what the model of the handle has. Those that are left out (except
@@ -131,18 +137,23 @@ class Sharding:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Fields and values. (`asdict` would copy a mesh.)"""
-        return ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ((one.name, getattr(self, one.name)) for one in fields(self))
 
 
 def _is_in(precision: Precisions, handle: Handle, modules: Modules) -> bool:
     """Whether the sharded model has the units that `shard` would give it in this precision."""
     regions = Rules.of(precision).parameters(modules)
     return all(
-        unit.spec.precision == precision_for(unit.spec.dtype, regions[id(parameter)].precision)
+        _is_same(unit.spec.precision, precision_for(unit.spec.dtype, regions[id(parameter)].precision))
         for unit in handle.engine.units
         if unit.spec.dtype in FLOATS  # others are quantised, and have no precision
         for parameter in unit.parameters
     )
+
+
+def _is_same(found: MixedPrecision, asked: MixedPrecision) -> bool:
+    """Whether they are equal, apart from the dtype of outputs if none is asked for."""
+    return asked == (found if asked.output is not None else replace(found, output=None))
 
 
 def handle_of_model(model: nn.Module) -> Handle | None:
