@@ -50,6 +50,7 @@ __all__ = [
     "errors",
     "exchange",
     "init",
+    "integrations",
     "load",
     "optim",
     "plan",
@@ -64,7 +65,7 @@ __all__ = [
     "wait_for_all",
 ]
 
-_IMPORTED_WHEN_ASKED_FOR = ("exchange", "optim", "reference")
+_IMPORTED_WHEN_ASKED_FOR = ("exchange", "integrations", "optim", "reference")
 
 logging.getLogger("zeroshard").addHandler(logging.NullHandler())  # the application adds a handler to see messages
 

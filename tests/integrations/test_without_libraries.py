@@ -43,7 +43,12 @@ def test_the_package_imports_none_of_them() -> None:
     def check(rank: int) -> None:
         for name in [one for one in sys.modules if one.partition(".")[0] in (*NEEDED, "zeroshard")]:
             del sys.modules[name]
-        importlib.import_module("zeroshard.integrations")
+        zeroshard = importlib.import_module("zeroshard")
+        assert "zeroshard.integrations" not in sys.modules
+        assert zeroshard.integrations.Sharding(plan="zero1").plan == "zero1"
+        assert zeroshard.integrations.dcp.stateful.__module__ == "zeroshard.integrations.dcp"
+        with pytest.raises(AttributeError, match=r"'zeroshard\.integrations' has no attribute 'acelerate'"):
+            _ = zeroshard.integrations.acelerate
         assert not [library for library in NEEDED if library in sys.modules]
         assert "zeroshard.integrations.sharding" in sys.modules
 
