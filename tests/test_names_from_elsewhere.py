@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import zeroshard
+from zeroshard.integrations import Sharding
 from zeroshard.placement import DDP, ZERO1, ZERO2, ZERO3, Plan, as_plan
+from zeroshard.planner import plan_memory
+from zeroshard.planning import Configuration
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.testing import run_ranks
 
@@ -25,6 +28,36 @@ from zeroshard.testing import run_ranks
 )
 def test_plans(plan: Plan, names: list[Any]) -> None:
     assert [as_plan(name) for name in names] == [plan] * len(names)
+
+
+def test_hybrid_sharding_is_a_plan_over_a_mesh_of_two_axes() -> None:
+    def check(rank: int) -> None:
+        for shape in ((2, 1), (1, 2)):
+            names = ("dp_replicate", "dp_shard")
+            grid = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+            for name in ("hybrid", "HYBRID_SHARD", "hsdp"):
+                model = nn.Linear(5, 3)
+                handle = zeroshard.shard(model, name, mesh=grid)
+                assert handle.plan == ZERO3
+                assert Sharding(name).shard(model) is Sharding("zero3", mesh=grid).shard(model) is handle
+        for mesh in (None, grid["dp_shard"], torch.distributed.group.WORLD):  # a control
+            with pytest.raises(ValueError, match="'hybrid': hybrid sharding is a plan over a mesh of two axes: shard"):
+                zeroshard.shard(nn.Linear(5, 3), "hybrid", mesh=mesh)
+
+    run_ranks(check, 2)
+
+
+def test_hybrid_sharding_is_planned_with_replicas() -> None:
+    def planned(plan: str, **options: Any) -> Any:
+        return zeroshard.plan(nn.Linear(8, 8), Configuration(plan=plan, ranks=4, **options))
+
+    hybrid, zero3 = (planned(plan, replicas=2) for plan in ("hybrid", "zero3"))
+    assert (hybrid.phases, hybrid.sent) == (zero3.phases, zero3.sent)
+    assert plan_memory(nn.Linear(8, 8), "hsdp", 2, num_replicas=2) == plan_memory(
+        nn.Linear(8, 8), "zero3", 2, num_replicas=2
+    )
+    with pytest.raises(ValueError, match="to plan it, set replicas="):
+        planned("hybrid")
 
 
 def test_precisions() -> None:

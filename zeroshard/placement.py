@@ -128,32 +128,38 @@ _AS_WRITTEN_ELSEWHERE = {
     "fsdp2": ZERO3,
 }
 """DeepSpeed's stages, and FSDP's strategies (its SHARD_GRAD_OP drops weights between steps, which ZERO2 does not)."""
-_HYBRID = ("hybrid", "hybrid_shard", "hsdp")
+_HYBRID = dict.fromkeys(("hybrid", "hybrid_shard", "hsdp"), ZERO3)
+"""Names of ZERO3 over a mesh that also has an axis of replicas."""
 
 
 def _in_letters(name: object) -> str:
     return str(name).lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
-def as_plan(plan: Plan | str | int) -> Plan:
+def as_plan(plan: Plan | str | int, *, has_replicas: bool = False) -> Plan:
     """The plan for an argument: a plan, or its name here or in other libraries ("zero3", "ZeRO-3", 3, "full_shard").
 
+    Args:
+        has_replicas: whether the mesh has an axis of replicas. "hybrid" is ZERO3 then.
+
     Raises:
-        ValueError: an unknown name (the message suggests the nearest one); placements that do not fit together; hybrid
-            sharding, which is a mesh and not a plan.
+        ValueError: an unknown name (the message suggests the nearest one); placements that do not fit together;
+            "hybrid" without an axis of replicas.
     """
     if isinstance(plan, Plan):
         plan.check()
         return plan
     if isinstance(plan, str) or (isinstance(plan, int) and not isinstance(plan, bool)):
-        for name, known in {**PLANS, **_AS_WRITTEN_ELSEWHERE}.items():
-            if _in_letters(name) == _in_letters(plan):
-                return known
-    if _in_letters(plan) in map(_in_letters, _HYBRID):
-        raise InvalidValue(
-            f"plan {plan!r}: hybrid sharding is a plan over a mesh of two axes: shard(model, 'zero3', mesh="
-            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('dp_replicate', 'dp_shard')))"
-        )
+        for name, known in {**PLANS, **_AS_WRITTEN_ELSEWHERE, **_HYBRID}.items():
+            if _in_letters(name) != _in_letters(plan):
+                continue
+            if name in _HYBRID and not has_replicas:
+                raise InvalidValue(
+                    f"plan {plan!r}: hybrid sharding is a plan over a mesh of two axes: shard(model, 'zero3', mesh="
+                    "init_device_mesh(device, (replicas, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))); to "
+                    "plan it, set replicas="
+                )
+            return known
     near = difflib.get_close_matches(str(plan).lower(), PLANS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise InvalidValue(f"unknown plan {plan!r}: expected one of {', '.join(map(repr, PLANS))}{hint}")

@@ -72,7 +72,7 @@ def plan_memory(
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
         peak: True: the bytes of `handle.memory(peak=True)`: for each kind the most that is held at once in a step.
     """
-    plan = as_plan(plan)
+    plan = as_plan(plan, has_replicas=num_replicas > 1)
     topology = Topology(world_size, num_replicas, transport_named(transport), device_type)
     parameters = Managed.without(model, ignored).parameters(model)
     specs = topology.units(choose_units(model, units, precision, parameters, keep_gathered))

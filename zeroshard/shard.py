@@ -61,7 +61,7 @@ def shard(
 
     Args:
         model: on the device on which it is to train, or on the meta device. You keep calling it as before.
-        plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard".
+        plan: DDP, ZERO1, ZERO2 or ZERO3, or its name: "zero3", 3, "full_shard"; "hybrid" for ZERO3 over two axes.
         units: which parameters are gathered, reduced and released together: module classes or their names ("Block"),
             and groups of modules or names that form one unit (`[Block, ("norm", "head")]`); a callable
             `module -> bool`; or a number of bytes. None: neighbouring modules are grouped up to 32 MiB. The remaining
@@ -147,7 +147,7 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     Raises:
         ValueError, TypeError: an argument is wrong, or does not fit the model.
     """
-    plan = as_plan(plan)
+    plan = as_plan(plan, has_replicas=collectives.mesh.has_replicas)
     if plan.external_gradients:
         raise InvalidValue(
             "OPTIMIZER_ONLY is for parameters whose gradients something else reduces: pass model.parameters() to "

@@ -16,7 +16,7 @@ from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
-from zeroshard.placement import PLANS, as_plan
+from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Configuration, Forecast, Workload, fit
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import Candidate, in_units
@@ -268,7 +268,7 @@ def _named(forecast: Forecast) -> tuple[Any, ...]:
     """The values of the columns in `_TABLE`."""
     chosen = forecast.configuration
     mesh = f"{chosen.replicas} x {chosen.num_shards}" if chosen.replicas > 1 else chosen.ranks
-    return as_plan(chosen.plan).name, chosen.precision or "", mesh, chosen.optimizer, _units_in_words(forecast)
+    return chosen.placements.name, chosen.precision or "", mesh, chosen.optimizer, _units_in_words(forecast)
 
 
 def _units_in_words(forecast: Forecast) -> str:

@@ -180,6 +180,11 @@ class Mesh:
         used."""
         return has_tagged_messages(self.world.group, self.device)
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether it was given with two axes, even if the axis of replicas has a single rank."""
+        return self.world is not self.shard
+
     @cached_property
     def stands_for(self) -> int:
         """The factor for sums over the ranks: the world size on a fake backend, which sends nothing (every rank counts

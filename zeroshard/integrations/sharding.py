@@ -105,7 +105,7 @@ class Sharding:
         the plan) ask for nothing."""
         modules, specs = modules_of(handle.model), [unit.spec for unit in handle.engine.units]
         mesh = handle.engine.collectives.mesh
-        if handle.plan != as_plan(self.plan):
+        if handle.plan != as_plan(self.plan, has_replicas=mesh.has_replicas):
             yield "plan"
         if self.units is not None and boundaries(self.units, modules) != handle.boundaries:
             yield "units"

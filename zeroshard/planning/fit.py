@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions
-from zeroshard.placement import PLANS, SHARDED, Plan, as_plan
+from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.forecast import Configuration, Forecast, plan
 
@@ -92,7 +92,7 @@ def fit(
 
 def _sizes(configuration: Configuration) -> Iterator[Configuration]:
     """The configuration with each size of units that may change the result: only if there are pool buffers."""
-    plan = as_plan(configuration.plan)
+    plan = configuration.placements
     matters = configuration.num_shards > 1 and SHARDED in (plan.weights, plan.grads)
     if configuration.units is not None or not matters:
         yield configuration

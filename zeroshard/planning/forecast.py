@@ -79,11 +79,16 @@ class Configuration:
     workload: Workload | None = None
 
     def __post_init__(self) -> None:
-        as_plan(self.plan)
         expect_number("micro_batches", self.micro_batches, 1)
         expect_mesh(self.ranks, self.replicas, self.rank)
+        _ = self.placements
         if self.device not in SIZES:
             raise InvalidValue(f"device must be one of {', '.join(SIZES)}, found {self.device!r}")
+
+    @property
+    def placements(self) -> Plan:
+        """The plan that `plan` names."""
+        return as_plan(self.plan, has_replicas=self.replicas > 1)
 
     @property
     def num_shards(self) -> int:
@@ -272,7 +277,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     chosen = choose_units(model, found.units, found.precision, parameters, found.keep_gathered)
     specs = found.topology.units(chosen)
     needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
-    training = Training.of(specs, as_plan(found.plan), found.topology, needs, found.rank % found.num_shards)
+    training = Training.of(specs, found.placements, found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}
     state = model.state_dict(keep_vars=True).items()
     buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
-from zeroshard.placement import PLANS, Placement, as_plan
+from zeroshard.placement import PLANS, Placement
 from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
 from zeroshard.planning.forecast import Forecast
 from zeroshard.planning.time_model import Span, StepTime
@@ -201,7 +201,7 @@ def facts_of(model: str, forecasts: Sequence[Forecast], machine: str | None = No
 
 
 def _planned(forecast: Forecast, machine: str | None) -> Planned:
-    chosen, plan, trace = forecast.configuration, as_plan(forecast.configuration.plan), forecast.trace
+    chosen, plan, trace = forecast.configuration, forecast.configuration.placements, forecast.trace
     timeline = None
     if machine is not None and trace is not None:
         timeline = Timeline(machine, forecast.time(machine), forecast.timeline(machine))
