@@ -305,6 +305,41 @@ def of_trainer(folder: Path, precision: Any, strategy: str) -> tuple[torch.dtype
     return dtype, dtype_of_loss, loss
 
 
+def test_a_callback_unfreezes_a_part_of_the_module(tmp_path: Path) -> None:
+    """The parts that were frozen train as under a plan that replicates the weights."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Finetuning(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net.blocks[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                with module.trainer.strategy.handle.unsharded():
+                    self.unfreeze_and_add_param_group(module.net.blocks[0], optimizer, lr=0.1)
+
+    def trained(rank: int, strategy: str, max_epochs: int) -> State:
+        module = module_of()
+        module.configure_optimizers = lambda: torch.optim.SGD([p for p in module.parameters() if p.requires_grad])
+        options = {"callbacks": [Finetuning()], "max_epochs": max_epochs, "max_steps": -1}
+        run = trainer(tmp_path, strategy, 2, **options)
+        run.fit(module, loader(rank, 2))
+        return in_plain_names(run.strategy.handle.full_state_dict())
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        replicated, sharded, frozen = (
+            trained(rank, *how) for how in (("zeroshard_ddp", 2), ("zeroshard_zero3", 2), ("zeroshard_zero3", 1))
+        )
+        assert same_bits(sharded, replicated)
+        name = "blocks.0.up.weight"
+        assert not torch.equal(sharded[name], frozen[name])
+        assert torch.equal(frozen[name], make(Net).state_dict()[name])
+
+    run_ranks(check, 2)
+
+
 def test_what_lightning_cannot_have_here_is_refused() -> None:
     pytest.importorskip("lightning")
     from lightning.fabric.strategies import STRATEGY_REGISTRY

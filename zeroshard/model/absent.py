@@ -103,6 +103,8 @@ class AbsentTensor(Tensor):
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
         elif func in (torch.autograd.grad, torch.autograd.backward):
             return func(*_as_edges(args), **_as_edges(kwargs))
+        elif name == "equal" and len(args) == 2 and (args[0] is args[1] or args[0].shape != args[1].shape):
+            return args[0] is args[1]
         elif name in _LIKE_ANOTHER and not isinstance(args[0], AbsentTensor):
             pass
         elif name in _CONVERT:
