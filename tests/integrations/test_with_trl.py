@@ -137,3 +137,39 @@ def test_the_sft_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
         assert not same_bits(control.handle.full_state_dict(), weights)
 
     run_ranks(check, 2)
+
+
+def test_the_reference_model_of_dpo_follows_the_trained_one(tmp_path: Path) -> None:
+    """With the whole of its weights, so that both are equal after a step."""
+    trl = pytest.importorskip("trl", reason="the extra 'dev' brings trl")
+    import datasets
+
+    from zeroshard.integrations.sharding import expect_handle_of
+    from zeroshard.integrations.transformers import ShardedTrainerMixin
+
+    class ShardedDPOTrainer(ShardedTrainerMixin, trl.DPOTrainer):
+        pass
+
+    def are_equal(**options: Any) -> bool:
+        usual = {"per_device_train_batch_size": 2, "max_steps": 1, "max_length": 32, "bf16": False, "use_cpu": True}
+        usual |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2}
+        answers = {"chosen": [f" {word}!" for word in WORDS], "rejected": [f" no {word}" for word in WORDS]}
+        data = datasets.Dataset.from_dict({"prompt": [f"say {word}:" for word in WORDS], **answers})
+        run = ShardedDPOTrainer(
+            llama(),
+            ref_model=llama(),
+            args=trl.DPOConfig(str(tmp_path), **usual, **options),
+            train_dataset=data,
+            processing_class=tokenizer(),
+            sharding={"plan": "zero3", "units": "LlamaDecoderLayer"},
+        )
+        run.train()
+        reference = expect_handle_of(run.ref_model, "prepare_model").full_state_dict()
+        return same_bits(reference, run.handle.full_state_dict())
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        assert are_equal(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
+        assert not are_equal()  # a control
+
+    run_ranks(check, 2)

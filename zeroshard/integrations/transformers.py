@@ -7,7 +7,7 @@ class ShardedSFTTrainer(ShardedTrainerMixin, trl.SFTTrainer): ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,6 +116,12 @@ class ShardedTrainerMixin:
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. TRL's `SyncRefModelCallback` gets both models with their weights in full."""
+        if hasattr(callback, "sync_target_model"):
+            callback.sync_target_model = partial(_in_full, callback.sync_target_model)
+        super().add_callback(callback)  # type: ignore[misc]
+
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
@@ -203,6 +209,12 @@ def expect_supported(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs, and the Trainer would use torch.nn.DataParallel: start one process "
             "for each, torchrun --nproc-per-node N script.py"
         )
+
+
+def _in_full(sync: Callable[[nn.Module, nn.Module, float], None], model: nn.Module, target: Any, alpha: float) -> None:
+    """Move the weights of the target towards those of the model. Collective."""
+    with expect_handle_of(model, "trainer.train()").unsharded(), _writable(target):
+        sync(model, target, alpha)
 
 
 def _writable(model: nn.Module) -> Any:
