@@ -202,11 +202,28 @@ def test_what_else_its_methods_do() -> None:
         assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) > 1e-3
         run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9)
         assert 0 < float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) < 1e-6
+        clip_between_micro_batches(run)
         with pytest.raises(RuntimeError, match="register_for_checkpointing"):
             run.accelerator.register_save_state_pre_hook(print)
         uneven(rank)
 
     run_ranks(check, 2)
+
+
+def clip_between_micro_batches(run: Run) -> None:
+    """It raises, and leaves the step as it was."""
+    run.optimizer.zero_grad()
+    for number in range(MICRO_BATCHES):
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
+            for clip in (run.accelerator.clip_grad_norm_, run.accelerator.clip_grad_value_):
+                if number + 1 < MICRO_BATCHES:
+                    with pytest.raises(RuntimeError, match=r"more micro-batches .*`if accelerator\.sync_gradients:`"):
+                        clip(run.model.parameters(), 1.0)
+                else:
+                    clip(run.model.parameters(), 1.0)
+            run.optimizer.step()
+    assert not run.accelerator.optimizer_step_was_skipped
 
 
 def uneven(rank: int) -> None:

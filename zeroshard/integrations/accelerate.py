@@ -163,9 +163,10 @@ class Accelerator(accelerate.Accelerator):
 
         Raises:
             ValueError: not all parameters of the optimizer, or parameters of several optimizers.
+            RuntimeError: between the micro-batches of one step.
         """
         parameters = _listed(parameters)
-        optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_norm_")
+        optimizer = self._clipped(parameters, "clip_grad_norm_")
         if optimizer is None:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
@@ -174,11 +175,21 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip gradient elements of all parameters of one prepared optimizer; errors as of `clip_grad_norm_`."""
         parameters = _listed(parameters)
-        optimizer = optimizer_of(parameters, self._sharded_optimizers(), "clip_grad_value_")
+        optimizer = self._clipped(parameters, "clip_grad_value_")
         if optimizer is None:
             super().clip_grad_value_(parameters, clip_value)
         else:
             optimizer.clip_grad_value_(float(clip_value))
+
+    def _clipped(self, parameters: list[Any], what: str) -> ShardedOptimizer | None:
+        """The optimizer of these parameters, whose gradients are complete; None if they are not sharded."""
+        optimizer = optimizer_of(parameters, self._sharded_optimizers(), what)
+        if optimizer is not None and not self.sync_gradients:
+            raise InvalidState(
+                f"accelerator.{what}: more micro-batches of this step follow, and its gradients are not reduced yet: "
+                "write `if accelerator.sync_gradients:` before it"
+            )
+        return optimizer
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
