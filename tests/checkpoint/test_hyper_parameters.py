@@ -3,6 +3,8 @@ by `save`, and nothing is left out in silence but functions."""
 
 from __future__ import annotations
 
+import enum
+import math
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +113,152 @@ def test_state_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         assert same_bits(job.step(2), other.step(2))
 
     run_ranks(check, 2)
+
+
+KEPT: dict[str, Any] = {
+    "lr": torch.tensor(0.25, dtype=torch.float64),
+    "betas": (torch.tensor(0.5), torch.tensor(0.75)),
+    "one": torch.tensor([[7]], dtype=torch.int16),
+    "several": torch.arange(3.0),
+    "list": [torch.ones(2, dtype=torch.bfloat16), {"x": torch.int8}],
+    "complex": torch.tensor(1 + 2j),
+    "set": {1, (2, 3), "x"},
+    "frozen": frozenset({1}),
+    "dtype": torch.float16,
+    "another_dtype": torch.complex128,
+    "never": -math.inf,
+}
+"""Options of a param group that torch's `state_dict` and `torch.save` keep."""
+
+
+def differing(group: dict[str, Any]) -> list[str]:
+    """The options in KEPT that a group has not."""
+    return [key for key, value in KEPT.items() if not same(group.get(key), value)]
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_what_torch_keeps_in_a_group_is_kept(tmp_path: Path) -> None:
+    """Sets, dtypes, tensors of several elements, and lists with tensors were left out in silence. A tensor of one
+    number came back as a number."""
+
+    def save(rank: int) -> None:
+        job = Job(rank)
+        job.group.update(KEPT)
+        job.save(tmp_path)
+        state_dict = job.optimizer.state_dict()
+        for from_rank0 in (False, True):
+            other = Job(rank)
+            other.optimizer.load_state_dict(state_dict, broadcast_from_rank0=from_rank0)
+            assert differing(other.group) == []
+
+    def load(rank: int) -> None:
+        for job in (Job(rank), Job(rank, lr=torch.tensor(0.5))):
+            assert differing(job.group) == [*KEPT]
+            job.group |= {"several": "another", "set": None, "one": torch.zeros(1, 1, dtype=torch.int16)}
+            job.load(tmp_path)
+            assert differing(job.group) == []
+
+    def load_damaged(rank: int) -> None:
+        job = Job(rank)
+        before = job.handle.full_state_dict()
+        with pytest.raises(zeroshard.CheckpointError, match=r"rank-00000\.safetensors"):
+            job.load(tmp_path)
+        assert differing(job.group) == [*KEPT] and same_bits(before, job.handle.full_state_dict())
+
+    run_ranks(save, 2)
+    run_ranks(load, 3)
+    file = tmp_path / "step-1" / "rank-00000.safetensors"
+    several = KEPT["several"].numpy().tobytes()
+    assert several in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(several, bytes(len(several))))
+    run_ranks(load_damaged, 2)
+
+
+def test_a_step_with_a_tensor_goes_on_as_it_was(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        job = Job(rank)
+        job.group["lr"] = torch.tensor(0.3)
+        job.step(0)
+        job.save(tmp_path)
+        expected = job.step(1)
+        other, of_another_class = Job(rank), Job(rank, torch.optim.Adam)
+        other.load(tmp_path)
+        assert same_bits(expected, other.step(1))
+        with pytest.raises(zeroshard.CheckpointError, match="state of AdamW for Adam"):
+            of_another_class.load(tmp_path)
+        zeroshard.load(tmp_path, of_another_class.handle, of_another_class.optimizer, strict=False)
+        # Not every class takes tensors.
+        assert same(of_another_class.group["lr"], torch.tensor(0.3).item())
+
+    run_ranks(check, 2)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    EXACT = 2
+
+
+class Config:
+    def __init__(self) -> None:
+        self.block = 4
+
+
+class Configured(torch.optim.SGD):
+    """A class with defaults that are no values."""
+
+    def __init__(self, params: Any, lr: float = 0.1, mode: Mode = Mode.FAST, config: Any = None) -> None:
+        super().__init__(params, lr)
+        for key, value in {"mode": mode, "config": config or Config(), "schedule": abs, "device": "cpu"}.items():
+            self.defaults[key] = value
+            for group in self.param_groups:
+                group.setdefault(key, value)
+
+
+def test_objects_are_refused_by_name_unless_the_class_brings_them(tmp_path: Path) -> None:
+    """Whoever builds the optimizer again gives it its configuration again. What was set later would be lost."""
+
+    def check(rank: int) -> None:
+        of_class, path = {"elementwise": True}, tmp_path / "configured"
+        job = Job(rank, Configured, config=Config(), **of_class)
+        job.save(path)
+        state_dict = job.optimizer.state_dict()
+        job.optimizer.load_state_dict(state_dict)  # copies the configuration
+        job.save(path)
+        other = Job(rank, Configured, lr=0.2, **of_class)
+        other.load(path)
+        assert other.group["lr"] == 0.1 and isinstance(other.group["config"], Config)
+        model = nn.Linear(3, 3)
+        handle = zeroshard.shard(model, "zero2")
+        groups = [{"params": [model.weight], "optimizer_class": Configured}, {"params": [model.bias]}]
+        several = zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
+        zeroshard.save(tmp_path / "classes", handle, several, step=1)
+        for key, value in {
+            "mode": Mode.EXACT,
+            "config": {"x": Config()},
+            "mine": Config(),
+            "bytes": b"x",
+            "array": np.arange(2),
+            "sparse": torch.eye(2).to_sparse(),
+            "device": torch.device("cpu"),
+        }.items():
+            job = Job(rank, Configured, **of_class)
+            job.group[key] = value
+            with pytest.raises(ValueError, match=rf"^save: {key} of param group 0.* is (of type|a Tensor)"):
+                job.save(tmp_path / "refused")
+        job = Job(rank)
+        job.group |= {"function": len, "partial": lambda: 0}
+        job.save(tmp_path / "functions")
+
+    run_ranks(check, 2)
+    assert not (tmp_path / "refused").exists()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups, saved_optimizers
+from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups, saved_optimizers, saved_options
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 
@@ -140,12 +141,27 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
     for of_group, of_class in zip(mine, optimizer.groups.classes.of_groups, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(_of_another_class(other, of_class) for other in sorted(others))
+    for index, (params, saved_group) in enumerate(zip(mine, groups, strict=False)):
+        if params == saved_group["params"]:
+            _compare_options(result, manifest, optimizer, index, saved_group)
     for stepper in optimizer.steppers:
         for slot in (member.slot for member in stepper.assignment.members()):
             for entry in state.get(slot.name, []):
                 shape = manifest.tensors[entry.tensor].shape
                 if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
                     result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
+
+
+def _compare_options(
+    result: Compatibility, manifest: Manifest, optimizer: ShardedOptimizer, index: int, saved_group: dict[str, Any]
+) -> None:
+    def empty(name: str) -> Tensor:
+        return torch.empty(manifest.tensors[name].shape, device="meta")
+
+    for key, value in saved_options(saved_group, optimizer.groups.classes.of_groups[index], empty).items():
+        now, number = optimizer.param_groups[index].get(key), (Tensor, int, float)
+        if isinstance(now, number) and not isinstance(value, (*number, NoneType)):
+            result.problems.append(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
 
 
 def _of_another_class(saved: str, here: type) -> str:

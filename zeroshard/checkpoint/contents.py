@@ -6,6 +6,7 @@ model/<buffer>                  written by rank 0; so are parameters that OPTIMI
 optimizer/..., scalar/..., number/..., value/...   the optimizer's state (`saved_state.py`): written by the rank that
                                 holds the elements, or owns the whole parameter; for frozen parameters the ranks take
                                 turns
+group/<optimizer>/<group>/...   tensors that are hyper-parameters; written by rank 0
 rank/<r>/state                  JSON as bytes: the random state of that rank; and its buffers and `extra`, if they
                                 differ from rank 0's
 extra/..., rank/<r>/...         tensors inside these
@@ -14,16 +15,18 @@ extra/..., rank/<r>/...         tensors inside these
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.rank_state import blob, number, whole
+from zeroshard.checkpoint.rank_state import EncodedState, blob, number, whole
 from zeroshard.checkpoint.saved_state import StateKinds, names_of
 from zeroshard.checkpoint.writer import Item
 from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.io.tensor_file import DTYPE_NAMES
 from zeroshard.io.values import encode, no_tensors, without_numpy
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
@@ -153,19 +156,48 @@ def _state_name(kind: str, entry: StateEntry) -> str:
     return f"{kind}/{entry.key}/{entry.parameter}"
 
 
-def optimizer_values(optimizer: ShardedOptimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """The values of an optimizer in the manifest: for each group its class, parameter names and those hyper-parameters
-    that are plain values; and the loss scaler's state."""
-    groups = []
-    for group, of_class in zip(optimizer.param_groups, optimizer.groups.classes.of_groups, strict=True):
-        options = {}
-        for key, value in group.items():
-            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def optimizer_values(
+    optimizer: ShardedOptimizer, names: Mapping[int, str], prefix: str
+) -> tuple[dict[str, Any], list[Item]]:
+    """The values of an optimizer in the manifest: for each group its class, parameter names and hyper-parameters; and
+    the loss scaler's state. And the tensors among the hyper-parameters, under names that begin with `prefix`.
+
+    A tensor of one number is a number in the manifest; `tensors` there has its dtype and shape.
+
+    Raises:
+        ValueError: a hyper-parameter is an object that a checkpoint does not hold.
+    """
+    groups, items = [], list[Item]()
+    for index, (group, of_class) in enumerate(
+        zip(optimizer.param_groups, optimizer.groups.classes.of_groups, strict=True)
+    ):
+        options, tensors = {}, {}
+        for key, value in optimizer.groups.options()[index].items():
+            if is_number := _is_number(value):
+                tensors[key] = [DTYPE_NAMES[value.dtype], list(value.shape)]
+            plain = value.item() if is_number else value
             try:
-                options[key] = encode(plain, no_tensors, key) if key != "params" else None
-            except ValueError:
-                continue  # not a plain value (a function for example): configuration, not state
-        options.pop("params")
+                encoded = EncodedState(f"{prefix}/{index}/{key}", plain, f"{key} of param group {index}")
+            except InvalidValue:
+                if not _is_configuration(value, optimizer.groups.classes.defaults_of(index).get(key)):
+                    raise
+            else:
+                options[key] = encoded.values
+                items += encoded.items()
         params = [names[id(parameter)] for parameter in group["params"]]
-        groups.append({"class": of_class.__name__, "params": params, "options": options})
-    return {"groups": groups, "loss_scale": encode(optimizer.scaling.state_dict(), no_tensors, "loss scale")}
+        groups.append({"class": of_class.__name__, "params": params, "options": options, "tensors": tensors})
+    return {"groups": groups, "loss_scale": encode(optimizer.scaling.state_dict(), no_tensors, "loss scale")}, items
+
+
+def _is_number(value: Any) -> bool:
+    one = isinstance(value, Tensor) and value.numel() == 1
+    return one and value.dtype in DTYPE_NAMES and not value.is_complex()
+
+
+def _is_configuration(value: Any, default: Any) -> bool:
+    """Whether it is a function, or an object that the class has as its default: whoever builds the optimizer again
+    gives it again. Copies of the default count, as `load_state_dict` copies what it loads."""
+    with suppress(Exception):  # objects may refuse to be compared
+        same = type(value) is type(default) and (value == default or vars(value) == vars(default))
+        return callable(value) or value is default or bool(same)
+    return False

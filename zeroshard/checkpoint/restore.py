@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.compatibility import Pairs, adopted
 from zeroshard.checkpoint.contents import Extra
-from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import rank_state, set_random_state
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.saved_state import SavedOptimizer, names_of, saved_entries, saved_groups
+from zeroshard.checkpoint.saved_state import (
+    SavedOptimizer,
+    names_of,
+    option_here,
+    saved_entries,
+    saved_groups,
+    saved_options,
+)
 from zeroshard.comm.profiling import phase
 from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
@@ -54,7 +59,7 @@ def preflight(reader: Reader, engine: Engine, pairs: Pairs, meeting: Meeting) ->
                 check(entry.tensor)
     unsharded = {f"model/{name}" for name in [*engine.unsharded_state(), *engine.untaken]}
     for name in tensors:
-        if name in unsharded or name.startswith((f"rank/{rank}/", "extra/")):
+        if name in unsharded or name.startswith((f"rank/{rank}/", "extra/", "group/")):
             check(name)
 
 
@@ -120,11 +125,13 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
     for name, parameter in engine.untaken.items():
         if f"model/{name}" in reader.manifest.tensors:
             parameter.copy_(reader.tensor(f"model/{name}"))
-    names = names_of(engine)
+    names, device = names_of(engine), engine.collectives.device
     for optimizer, saved in pairs:
-        for group, saved_group in zip(optimizer.param_groups, saved_groups(saved), strict=False):
+        classes = optimizer.groups.classes.of_groups
+        for group, of_class, saved_group in zip(optimizer.param_groups, classes, saved_groups(saved), strict=False):
             if [names[id(parameter)] for parameter in group["params"]] == saved_group["params"]:
-                _set_options(group, decode(saved_group["options"], reader.tensor))
+                options = saved_options(saved_group, of_class, reader.tensor)
+                group.update({key: option_here(group.get(key), value, device) for key, value in options.items()})
         # A failed update may have left main partly updated (`Agreement.updating`): now all of it has been replaced.
         optimizer.agreement.half_done = False
         optimizer.scaling.load_state_dict(decode(saved.get("loss_scale", {}), reader.tensor))
@@ -135,12 +142,3 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
                 stateful.load_state_dict(states[key])
     if "random" in own:
         set_random_state(own["random"])
-
-
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        now = group.get(key)
-        if isinstance(now, (Tensor, int, float)) and not isinstance(value, (int, float, type(None))):
-            raise CheckpointError(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
-        # A learning rate that is a tensor stays a tensor. A new one, not `fill_`: groups may share the old one.
-        group[key] = torch.full_like(now, value) if isinstance(now, Tensor) and value is not None else value

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -236,10 +237,11 @@ class _Save:
         if self.optimizers and len(self.engine.claims.owners()) > len(self.optimizers):
             raise InvalidValue("this model has several optimizers: pass all of them in a list (or none)")
         states = {name: stateful.state_dict() for name, stateful in (self.extra or {}).items()}
-        values = {"optimizers": [optimizer_values(one, names) for one in self.optimizers], "tied": self.engine.tied()}
+        found = [optimizer_values(one, names, f"group/{number}") for number, one in enumerate(self.optimizers)]
+        items = [*model_items(self.engine), *chain.from_iterable(map(optimizer_items, self.optimizers))]
         own = _Own(
-            values=values,
-            items=[*model_items(self.engine), *(item for one in self.optimizers for item in optimizer_items(one))],
+            values={"optimizers": [values for values, _ in found], "tied": self.engine.tied()},
+            items=[*items, *(item for _, of_groups in found if rank == 0 for item in of_groups)],
             extra=EncodedState(f"rank/{rank}/extra" if rank else "extra", states, "extra"),
             buffers=EncodedState(f"rank/{rank}/buffers", self.engine.unsharded_state(), "the model's buffers"),
         )

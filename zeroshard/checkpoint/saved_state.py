@@ -18,6 +18,8 @@ from torch import Tensor
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.rank_state import read_blob
 from zeroshard.checkpoint.reader import Reader
+from zeroshard.io.tensor_file import DTYPES
+from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.precision import precision_for
@@ -70,6 +72,42 @@ def saved_groups(saved: Any) -> list[dict[str, Any]]:
         if not (named and isinstance(group.get("class"), str) and isinstance(group.get("options"), dict)):
             raise CheckpointError("the manifest's param groups are damaged")
     return groups
+
+
+def saved_options(group: dict[str, Any], of_class: type, tensor: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The hyper-parameters of a group of `saved_groups`.
+
+    Args:
+        of_class: that takes them. One that has not saved them gets tensors of one number as numbers: it may not take
+            tensors.
+        tensor: name in the manifest -> tensor.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    options = decode(group["options"], tensor)
+    notes = group.get("tensors", {}) if group["class"] == of_class.__name__ else {}  # older checkpoints have none
+    try:
+        for key, (dtype, shape) in notes.items():
+            options[key] = torch.tensor(options[key], dtype=DTYPES[dtype], device="cpu").view(shape)
+        return dict(options)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
+        raise CheckpointError("the manifest's param groups are damaged") from None
+
+
+def option_here(now: Any, saved: Any, device: torch.device) -> Any:
+    """A saved hyper-parameter, in place of the present one.
+
+    Args:
+        device: of tensors where the present one is none. Single numbers stay on the CPU, as torch keeps step counts.
+    """
+    if isinstance(saved, Tensor):
+        return saved.to(now.device if isinstance(now, Tensor) else device if saved.dim() else saved.device)
+    if isinstance(now, Tensor) and now.numel() == 1 and isinstance(saved, (int, float)):
+        return torch.full_like(now, saved)  # a new one, not `fill_`: groups may share the old one
+    if type(saved) is type(now) is tuple and len(saved) == len(now):
+        return tuple(map(option_here, now, saved, [device] * len(now)))
+    return saved
 
 
 def plain_value(reader: Reader, entry: SavedEntry) -> Any:

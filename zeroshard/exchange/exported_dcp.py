@@ -95,11 +95,14 @@ def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> Non
     groups = [group for one in saved_optimizers(manifest) for group in saved_groups(one)]
     for number, group in enumerate(groups):
         for option, value in {**group["options"], "params": group["params"]}.items():
-            value = decode(value, reader.tensor)
-            folder.add_value(file, (key, "param_groups", number, option), value)
+            of_group = (key, "param_groups", number, option)
+            stored = value.get("$tensor") if isinstance(value, dict) else None
+            if isinstance(stored, str) and stored in manifest.tensors:
+                folder.add_tensor(file, of_group, reader, stored, None)
+            else:
+                folder.add_value(file, of_group, decode(value, reader.tensor))
             for parameter in group["params"] if option != "params" else ():
-                again = (key, f"param_groups.{parameter}.{option}")
-                folder.add_again(again, (key, "param_groups", number, option))
+                folder.add_again((key, f"param_groups.{parameter}.{option}"), of_group)
 
 
 class _Folder:

@@ -1,15 +1,18 @@
-"""Encodes the values of state dicts as JSON and tensors: numbers, strings, lists, dicts, tuples, counters, tensors.
+"""Encodes the values of state dicts as JSON and tensors: numbers, strings, lists, dicts, tuples, sets, counters,
+dtypes, tensors.
 
 JSON has no tuples, no infinity, no tensors, and only strings as keys. These values become objects with one entry:
 
     (1, 2) -> {"$tuple": [1, 2]}    {3: "x"} -> {"$dict": [[3, "x"]]}    inf -> {"$float": "inf"}
-    Counter({3: 1}) -> {"$counter": [[3, 1]]}    tensor -> {"$tensor": "<name under which it is stored>"}
+    {2, 1} -> {"$set": [1, 2]}      frozenset({1}) -> {"$frozenset": [1]}    Counter({3: 1}) -> {"$counter": [[3, 1]]}
+    torch.int8 -> {"$dtype": "torch.int8"}    tensor -> {"$tensor": "<name under which it is stored>"}
 
 Scalars of numpy, which its functions return in the place of Python's numbers, are stored as those.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import Counter
@@ -22,6 +25,8 @@ from torch import Tensor
 from zeroshard.errors import InvalidValue
 from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES
+
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def without_numpy(value: Any) -> Any:
@@ -51,6 +56,8 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
         if value.dtype not in DTYPE_NAMES:
             raise InvalidValue(f"{where} has the dtype {value.dtype}, which safetensors files do not have")
         return {"$tensor": store(value.detach())}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value)}
     if isinstance(value, dict):
         items = [[without_numpy(key), encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
         if any(not isinstance(key, (str, int, float, bool, type(None))) for key, _ in items):
@@ -66,9 +73,11 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
         else:
             items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
+    if type(value) in (set, frozenset):  # in the same order on every rank
+        return {f"${type(value).__name__}": sorted((encode(item, store, where) for item in value), key=json.dumps)}
     raise InvalidValue(
-        f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, dicts and "
-        "tensors; let its state_dict() give these"
+        f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, sets, dicts, "
+        "dtypes and tensors; let the state_dict(), or the param group, hold these"
     )
 
 
@@ -90,6 +99,11 @@ def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             return tensor(content)
         if kind == "$float":
             return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[content]
+        if kind == "$dtype":
+            return _DTYPES[content]
+        if kind in ("$set", "$frozenset"):
+            items = (decode(item, tensor) for item in content)
+            return set(items) if kind == "$set" else frozenset(items)
         if kind == "$tuple":
             return tuple(decode(item, tensor) for item in content)
         if kind == "$dict":

@@ -23,7 +23,7 @@ class FromRank0:
     """See the module's note.
 
     Attributes:
-        state_dict: the same on every rank, with meta tensors in place of tensors of more than one element.
+        state_dict: the same on every rank, with meta tensors in place of tensors that are no single real number.
     """
 
     def __init__(
@@ -80,5 +80,6 @@ class FromRank0:
 
 
 def _described(tensor: Tensor) -> list[Any]:
-    """Shape, dtype, and the value if it is one number."""
-    return [list(tensor.shape), DTYPE_NAMES[tensor.dtype], tensor.item() if tensor.numel() == 1 else None]
+    """Shape, dtype, and the value if it is one real number."""
+    is_number = tensor.numel() == 1 and not tensor.is_complex()
+    return [list(tensor.shape), DTYPE_NAMES[tensor.dtype], tensor.item() if is_number else None]

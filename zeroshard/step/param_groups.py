@@ -46,6 +46,10 @@ class Classes:
         """The keyword arguments that the class of that param group is built with."""
         return self.options if self.of_groups[group] is self.default else {}
 
+    def defaults_of(self, group: int) -> Options:
+        """The defaults that the class fills that param group up with."""
+        return defaults_of(self.of_groups[group], self.options_of(group))
+
 
 class ParamGroups:
     """See the module's note. `lists`: the optimizer's `param_groups`. `takes_all`: parameters that no optimizer has

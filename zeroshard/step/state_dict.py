@@ -73,7 +73,7 @@ class StateDicts:
         for params in [*of_units, [p for p in state if p not in done]]:
             received = {p: source.receive(state[p]) for p in params if p in state}
             self._state.load(state | received, dict.fromkeys(params))
-        self._load_rest(source.state_dict)
+        self._load_rest({**source.state_dict, "param_groups": source.receive(source.state_dict["param_groups"])})
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:
         for group, saved in zip(self._groups.lists, state_dict["param_groups"], strict=True):
