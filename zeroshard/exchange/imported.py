@@ -47,7 +47,8 @@ def import_model(
 
     Raises:
         FileExistsError: there is such a step, and `force` is False.
-        CheckpointError: a file is damaged, or not valid; the source is a checkpoint of zeroshard, or a file of one.
+        ValueError: the source is a checkpoint of zeroshard, or a file of one.
+        CheckpointError: a file is damaged, or not valid.
     """
     _expect_of_others(Path(source))
     with ExitStack() as stack:
@@ -71,7 +72,7 @@ def _expect_of_others(source: Path) -> None:
     """The file of one rank has the form of a model's file, but parts of the tensors under other names.
 
     Raises:
-        CheckpointError: the source is a step folder, a directory of steps without a model's files, or a rank's file.
+        ValueError: the source is a step folder, a directory of steps without a model's files, or a rank's file.
     """
     is_model = (source / SINGLE).is_file() or (source / INDEX).is_file()
     if folders.is_step(source) or (folders.steps(source) and not is_model):
@@ -80,7 +81,7 @@ def _expect_of_others(source: Path) -> None:
         what = "a part of a zeroshard checkpoint"
     else:
         return
-    raise CheckpointError(
+    raise InvalidValue(
         f"{source} is {what}: load the folder with zeroshard.load, or write plain files with zeroshard export first"
     )
 
