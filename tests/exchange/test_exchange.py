@@ -321,6 +321,19 @@ def test_a_checkpoint_is_not_taken_for_the_files_of_others(tmp_path: Path) -> No
     export(step, tmp_path, force=True)
 
 
+def test_files_of_torch_save_are_named_as_such(tmp_path: Path) -> None:
+    """They were said to be safetensors files with a header of 578712552184433488 bytes."""
+    for number, old in enumerate((False, True)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not old)
+        for source in (folder, folder / "pytorch_model.bin"):
+            with pytest.raises(ValueError, match=r"pytorch_model.bin is a file of torch\.save, a pickle"):
+                import_model(source, tmp_path / "run", step=1)
+        save_file({"w": torch.ones(3)}, folder / "model.safetensors")  # many models have both
+        import_model(folder, tmp_path / "run", step=number)
+
+
 def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "blob")
     (tmp_path / "cache").mkdir()

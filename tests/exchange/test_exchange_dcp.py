@@ -206,6 +206,27 @@ def test_fsdp_goes_on_from_what_zeroshard_has_saved(
         export_dcp(tmp_path / "step-3", tmp_path / "dcp-3")
 
 
+def test_the_state_of_another_class_needs_its_name(tmp_path: Path) -> None:
+    """It was imported as AdamW's, and `load` said so of a class that nobody had named."""
+    for of_class, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {})):
+        model = nn.Linear(3, 3)
+        optimizer = of_class(model.parameters(), lr=0.1, **options)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        for flat in (False, True):
+            folder, run = tmp_path / f"{of_class.__name__}-{flat}", tmp_path / f"run-{of_class.__name__}-{flat}"
+            weights, state = get_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+            )
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=folder, no_dist=True)
+            if of_class is not torch.optim.AdamW:
+                with pytest.raises(ValueError, match=r"has .*, as another optimizer than AdamW has it: name its class"):
+                    import_dcp(folder, run, step=0)
+                assert not run.exists()
+            name = None if of_class is torch.optim.AdamW else of_class.__name__
+            assert import_dcp(folder, run, step=0, optimizer_class=name).left_out == ()
+
+
 def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
     """Columns, blocks of a matrix, transposed storages and every dtype are read as by dcp.load."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -505,7 +526,7 @@ def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:
         try:
             with DcpFolder(folder) as foreign:
                 read_everything(foreign)
-            import_dcp(folder, tmp_path / "run", step=0, force=True)
+            import_dcp(folder, tmp_path / "run", step=0, force=True, optimizer_class="AdamW")
             outcomes["step"] += 1
         except zeroshard.CheckpointError:
             outcomes["refused"] += 1

@@ -320,12 +320,12 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 @click.argument("directory", type=PATH)
 @click.option("--step", type=click.IntRange(0), required=True, help="the number of the new step")
 @click.option("--allow-pickle", is_flag=True, help="dcp: read its pickles (as data: nothing in them is run)")
-@click.option("--optimizer-class", default="AdamW", show_default=True, help="dcp: whose state it is (SGD, mine.Own)")
+@click.option("--optimizer-class", help="dcp: whose state it is (SGD, mine.Own); by default AdamW")
 @_with_keys
 @click.option("--follow-links", is_flag=True, help="safetensors: the files may be links, as in the cache of a hub")
 @_force
-def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimizer_class: str, model_key: str,
-            optimizer_key: str, follow_links: bool, force: bool) -> None:  # fmt: skip
+def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimizer_class: str | None,
+            model_key: str, optimizer_key: str, follow_links: bool, force: bool) -> None:  # fmt: skip
     """Make a step from files of others.
 
     In DIRECTORY, from SOURCE: a safetensors file, a folder with model.safetensors or an index of several, or a folder
@@ -343,7 +343,7 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
             source,
             directory,
             step=step,
-            optimizer_class=class_named(optimizer_class).__name__,
+            optimizer_class=class_named(optimizer_class).__name__ if optimizer_class is not None else None,
             model_key=model_key,
             optimizer_key=optimizer_key,
             force=force,

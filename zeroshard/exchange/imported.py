@@ -47,7 +47,7 @@ def import_model(
 
     Raises:
         FileExistsError: there is such a step, and `force` is False.
-        ValueError: the source is a checkpoint of zeroshard, or a file of one.
+        ValueError: the source is a checkpoint of zeroshard, a file of one, or of `torch.save`.
         CheckpointError: a file is damaged, or not valid.
     """
     _expect_of_others(Path(source))
@@ -72,9 +72,17 @@ def _expect_of_others(source: Path) -> None:
     """The file of one rank has the form of a model's file, but parts of the tensors under other names.
 
     Raises:
-        ValueError: the source is a step folder, a directory of steps without a model's files, or a rank's file.
+        ValueError: the source is a step folder, a directory of steps without a model's files, or a rank's file; or a
+            file of `torch.save`, or a folder with such a file and none of safetensors.
     """
     is_model = (source / SINGLE).is_file() or (source / INDEX).is_file()
+    for file in (source, *(() if is_model else sorted(source.glob("*.bin")))):
+        if _is_of_torch(file):
+            raise InvalidValue(
+                f"{file} is a file of torch.save, a pickle, which is not read: load its weights in a program, with "
+                "handle.load_full_state_dict(torch.load(...)), or write them with safetensors.torch.save_file and "
+                "import that file"
+            )
     if folders.is_step(source) or (folders.steps(source) and not is_model):
         what = "a zeroshard checkpoint"
     elif source.is_file() and folders.is_step(source.parent):
@@ -86,12 +94,22 @@ def _expect_of_others(source: Path) -> None:
     )
 
 
+def _is_of_torch(file: Path) -> bool:
+    """Whether `torch.save` has written a file, now or in its old format. No safetensors file begins like that: it
+    would have a header of more than 4 GB."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        start = opened.read(8)
+    return start.startswith((b"PK\x03\x04", b"\x80\x02\x8a\n")) and any(start[4:])
+
+
 def import_dcp(
     source: Path | str,
     directory: Path | str,
     *,
     step: int,
-    optimizer_class: str = "AdamW",
+    optimizer_class: str | None = None,
     model_key: str = "model",
     optimizer_key: str = "optim",
     force: bool = False,
@@ -106,20 +124,23 @@ def import_dcp(
         source: the folder.
         directory: of the steps.
         step: number of the new step.
-        optimizer_class: name of the optimizer class, which DCP does not record, and `load` compares.
+        optimizer_class: name of the optimizer class, which DCP does not record, and `load` compares. None: AdamW.
         model_key: of the model's state dict; "" if that itself was saved.
         optimizer_key: of the optimizer's state dict.
         force: True: replace an existing step of that number.
 
     Raises:
         FileExistsError: there is such a step, and `force` is False.
+        ValueError: the state is not AdamW's, and `optimizer_class` is None.
         CheckpointError: a file is damaged, or not written by DCP; there is no tensor under `model_key`.
     """
     with DcpFolder(Path(source)) as source_folder:
         found = _FromDcp(source_folder)
         found.take_model(model_key, optimizer_key)
         found.take_state(f"{optimizer_key}.state.")
-        groups = found.take_groups(f"{optimizer_key}.param_groups.", optimizer_class)
+        groups = found.take_groups(f"{optimizer_key}.param_groups.", optimizer_class or "AdamW")
+        if optimizer_class is None:
+            found.expect_adamw(groups)
         values = {"optimizers": [{"groups": groups, "loss_scale": {}}] if groups else [], "tied": found.tied}
         path = commit_alone(Path(directory), step, found.items, values, force=force)
         return Imported(path, found.left_out())
@@ -209,6 +230,20 @@ class _FromDcp:
                 alike.setdefault(mark, {"class": of_class, "params": [], "options": options})["params"].append(name)
             groups = list(alike.values())
         return saved_groups({"groups": groups})
+
+    def expect_adamw(self, groups: list[dict[str, Any]]) -> None:
+        """Raises:
+        ValueError: the state, or the hyper-parameters, have names that are not AdamW's."""
+        found = {key for kind, key, *_ in (item.name.split("/") for item in self.items) if kind != "model"}
+        foreign = found - {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+        for options in (group["options"] for group in groups):
+            foreign |= {"momentum"} & options.keys()
+            foreign |= {"decoupled_weight_decay"} if options.get("decoupled_weight_decay") is False else set()
+        if foreign:
+            raise InvalidValue(
+                f"{self._folder.folder} has {', '.join(sorted(foreign))}, as another optimizer than AdamW has it: name "
+                'its class, --optimizer-class SGD, or optimizer_class="SGD" in Python'
+            )
 
     def left_out(self) -> tuple[str, ...]:
         return tuple(sorted({*self._folder.tensors, *self._folder.values} - self._used))
