@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, beside_one_process, same_bits, train, train_reference
+from tests.together import in_turn, on_ranks
+from zeroshard.model.absent import is_absent
 from zeroshard.model.paths import modules_of
 from zeroshard.model.readers import is_whole, readers
 from zeroshard.model.units import choose_units
@@ -239,6 +241,56 @@ def test_what_a_forward_reads_is_there(name: str) -> None:
             assert result.losses == outcome.losses, how
             assert same_bits(result.weights, outcome.weights), how
             assert torch.equal(result.evaluated, evaluated), how
+
+
+class Padded(nn.Module):
+    """Torch's encoder takes its fast path by the class of its first layer's parameters. It then sets padded places to
+    zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer(), 3, norm=nn.LayerNorm(WIDTH))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]) >= lengths[:, None]
+        out: Tensor = self.encoder(self.before(x), src_key_padding_mask=padding)
+        return out
+
+
+PADDED = [(plan, units) for plan in PLANS for units in (nn.TransformerEncoderLayer, 1, Padded)]
+
+
+@on_ranks(2)
+def test_padded_places_in_evaluation_are_those_of_the_plain_model(rank: int) -> None:
+    """Also right after a step, when weights that rest in full are still arriving."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+        in_turn(expect_plain_padded_places, PADDED)(rank)
+
+
+def expect_plain_padded_places(rank: int, plan: Plan, units: Any) -> None:
+    torch.manual_seed(0)
+    model, plain, lengths = Padded(), Padded().eval(), torch.tensor([5, 3])
+    handle = zeroshard.shard(model, plan, units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for step, scope in enumerate((torch.no_grad, torch.inference_mode)):
+        model.train()(data(rank, step), lengths).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with scope():
+            found = model.eval()(data(rank, 9), lengths)
+        plain.load_state_dict(handle.full_state_dict())
+        with scope():
+            assert torch.equal(found, plain(data(rank, 9), lengths))
+        model.encoder.layers[0].train()
+        with torch.no_grad():
+            slow = model(data(rank, 9), lengths)
+        model.eval()
+        assert not torch.equal(slow, found)  # the test can tell the two computations apart
+    with pytest.raises(RuntimeError, match="Mask size"), torch.no_grad():  # raised before the first layer is called
+        model.encoder(data(rank, 9), src_key_padding_mask=torch.ones(2, 4, dtype=torch.bool))
+    assert is_absent(model.encoder.layers[0].linear1.weight) == (plan is zeroshard.ZERO3)
 
 
 def test_default_units_at_a_size_where_a_module_is_divided() -> None:

@@ -60,6 +60,14 @@ def _is_whole(classes: tuple[type, ...]) -> bool:
     return any(cls not in DIVISIBLE for cls in of_torch)
 
 
+def looked_at(module: nn.Module) -> str | None:
+    """The submodule whose parameters the module looks at before it calls it, in evaluation; None: there is none.
+
+    `nn.TransformerEncoder` chooses between two computations, with other results at padded places, by the class of its
+    first layer's parameters (`has_torch_function`)."""
+    return "layers.0" if isinstance(module, nn.TransformerEncoder) else None
+
+
 def readers(modules: Modules) -> dict[str, str]:
     """Path of each module -> path of the module whose forward reads the parameters that it holds."""
     found = {"": ""}

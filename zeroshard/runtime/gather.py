@@ -102,6 +102,19 @@ class Gatherer:
                 else:
                     self._unshard(unit, during)
 
+    def show_ahead(self, units: Sequence[Unit]) -> None:
+        """Gather and show units before the call that needs them: a module around it looks at their parameters."""
+        with torch.no_grad():
+            for unit in units:
+                if not unit.weights.shown:
+                    self._unshard(unit, "backward" if in_backward() else "forward")
+
+    def put_away(self, units: Sequence[Unit]) -> None:
+        """Hide the units that no forward needs any more, if they only borrow their full weights."""
+        for unit in units if not in_backward() else ():
+            if unit.weights.is_passing:
+                unit.weights.put_away()
+
     def leave(self, units: Sequence[Unit], *, waits: bool) -> list[Unit]:
         """A forward that needs these units is over. Returns those that no running forward needs and that only borrow
         their full weights: backward may have to gather them again. `waits`: whether to wait for root parts that are
@@ -115,9 +128,7 @@ class Gatherer:
             # Root parts that were not gathered, as no unit in front of them ran, are not needed in backward either.
             gone = (Residency.SHARDED,) if waits else (Residency.SHARDED, Residency.GATHERING)
             free = [unit for unit in free if not unit.spec.is_part or unit.weights.state not in gone]
-        if free and not in_backward():
-            for unit in free:
-                unit.weights.put_away()
+        self.put_away(free)
         return free
 
     def gather_for_backward(self, units: Sequence[Unit]) -> None:

@@ -33,6 +33,7 @@ from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.model.absent import NOT_COPIED, NOT_PICKLED, as_tensors
 from zeroshard.model.casting import Cast, attach_casts, cast
 from zeroshard.model.paths import Modules, parent
+from zeroshard.model.readers import looked_at
 from zeroshard.model.transforms import given_tensors, outside_transforms, under_transform
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import Gatherer, in_backward
@@ -240,6 +241,7 @@ class Schedule(NotCopied):
         # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
         # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
+        self._removers += [hooks.remove for hooks in _around_lookers(self, modules, self._needs)]
         around = {
             module: Around(module, _before(self, needed), _after(self, needed))
             for module, needed in self._needs.items()
@@ -251,10 +253,8 @@ class Schedule(NotCopied):
                 continue
             needed = self._needs[module]
             needed.hooks = around[module]
-            while path:
-                path = parent(path)
-                outer = self._needs.get(modules[path])
-                if outer is not None and outer.covers(needed):
+            for outer in _around(self._needs, modules, path):
+                if outer.covers(needed):
                     outer.inside[module] = around[module]
         self.hook_parameters(self.reducer.order)
         # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
@@ -558,6 +558,47 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any]
             return
         with outside_transforms():
             schedule.after_module(needed, output, transformed=True)
+
+    return hook
+
+
+def _around(needs: Mapping[nn.Module, Needed], modules: Modules, path: str) -> Iterator[Needed]:
+    """What the modules around the one at `path` need."""
+    while path:
+        path = parent(path)
+        if modules[path] in needs:
+            yield needs[modules[path]]
+
+
+def _around_lookers(schedule: Schedule, modules: Modules, needs: Mapping[nn.Module, Needed]) -> Iterator[Around]:
+    """Hooks around modules that look at the parameters of a submodule (`looked_at`), unless a call around has gathered
+    them."""
+    for path, module in modules.items():
+        looked = looked_at(module)
+        if looked is None:
+            continue
+        first = f"{path}.{looked}".lstrip(".")
+        inside = [needs[one] for name, one in modules.items() if f"{name}.".startswith(f"{first}.") and one in needs]
+        units = list(dict.fromkeys(unit for needed in inside for unit in needed.gathers))
+        if not any(set(units) <= set(outer.gathers) for outer in _around(needs, modules, first)):
+            yield Around(module, _show_ahead(schedule, modules[first], units), _put_away(schedule, units))
+
+
+def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+    @OutsideGraphs
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not first.training:
+            with outside_transforms():
+                schedule.gatherer.show_ahead(units)
+
+    return hook
+
+
+def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+    @OutsideGraphs
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        with outside_transforms():  # they are still shown if the module has raised before it called the submodule
+            schedule.gatherer.put_away(units)
 
     return hook
 
