@@ -154,12 +154,14 @@ def test_ranks_that_wait_for_the_same_are_looked_at_once(monkeypatch: pytest.Mon
 # A meeting in a tree --------------------------------------------------------------------------------------------------
 
 
-def meet(monkeypatch: pytest.MonkeyPatch, act: Callable[[meeting.Meeting], None], absent: int = -1) -> tuple[Any, Any]:
+def meet(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[meeting.Meeting], None], absent: int = -1, grace: float = 60.0
+) -> tuple[Any, Any]:
     """A meeting of seven ranks (threads); every third rank gathers the reports of the next ones. Returns the reports or
     the error that rank 0 finds, and the verdicts that the other ranks read."""
     monkeypatch.setattr(meeting, "_FOLLOWERS", 3)
     # Only where a rank is absent somebody waits until the time is over; elsewhere a busy machine must not end it.
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 60.0 if absent < 0 else 0.5)
+    monkeypatch.setattr(meeting, "GRACE_SECONDS", grace if absent < 0 else 0.5)
     timeout = 120.0 if absent < 0 else 1.5
     store, found, heard = HashStore(), [], {}
 
@@ -187,6 +189,35 @@ def meet(monkeypatch: pytest.MonkeyPatch, act: Callable[[meeting.Meeting], None]
     if absent < 0:
         assert store.num_keys() == 0, "nothing is left in the store"
     return found[0], heard
+
+
+def test_a_late_rank_leaves_nothing_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that counts its report only after whoever waited for it has left, and one that reads the verdict only
+    after rank 0 has left: each once left a key or more, in every save. (A verdict in several parts, too.)"""
+    left = [threading.Event() for _ in range(7)]
+
+    def act(one: meeting.Meeting) -> None:
+        def wrap(name: str, awaited: int | None = None) -> None:
+            call = getattr(one, name)
+
+            def wrapped(*args: Any, **named: Any) -> Any:
+                if awaited is not None:
+                    left[awaited].wait(60.0)
+                result = call(*args, **named)
+                if name != "_be_counted":
+                    left[one.rank].set()
+                return result
+
+            setattr(one, name, wrapped)
+
+        wrap("announce")
+        wrap("verdict", awaited=0 if one.rank == 5 else None)
+        wrap("_be_counted", awaited=3 if one.rank == 4 else None)
+        one.report(one.rank)
+
+    monkeypatch.setattr(meeting, "_PART", 5)
+    found, heard = meet(monkeypatch, act, grace=0.0)
+    assert found == list(range(7)) and heard == dict.fromkeys(range(1, 7), "")
 
 
 def test_reports_come_by_way_of_others_and_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

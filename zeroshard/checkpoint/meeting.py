@@ -140,15 +140,15 @@ class Meeting:
 
     def announce(self, error: str) -> None:
         """Announce the result. Called on rank 0. Waits, for at most the grace period, until the other ranks have read
-        it; then removes all keys."""
+        it; then removes all keys. (If one has not, that one still finds the verdict, and removes what is left.)"""
         self._put("verdict", error)
         self._ring(self._ranks[1:])
         waiting, end = self._waiting(), time.monotonic() + GRACE_SECONDS
         while self.size > 1 and self._store.add("known", 0) < self.size - 1:
             if time.monotonic() > end:
-                return  # keys stay, so that a slow rank still finds the verdict
+                break
             waiting(end - time.monotonic())
-        self.forget()
+        self._leave()
 
     def verdict(self) -> str:
         """Wait for the result: "" or an error. Called on all ranks but rank 0.
@@ -163,15 +163,26 @@ class Meeting:
             if self._is_silent(0, counts):
                 raise CheckpointError(self._silence_of(0))
         verdict = str(self._get("verdict"))
-        self.forget()
-        self._be_counted("known", self.size - 1, 0)
+        self._leave()
         return verdict
 
     def forget(self) -> None:
-        """Delete the keys that this rank has set; rank 0 also deletes the keys that several ranks set."""
-        keys = [*self._mine, *(["stop", "known", "reports-0-True"] if self.rank == 0 else [])]
-        keys += [f"reports-{self.rank}-False"] * (self.rank % _FOLLOWERS == 0)
-        self._mine = []
+        """Delete the keys that this rank has set; rank 0 also deletes that of `stop`. For a meeting without a
+        verdict."""
+        self._delete([*self._mine, *["stop"] * (self.rank == 0)])
+
+    def _leave(self) -> None:
+        """This rank knows the verdict: delete the keys that it has set. The last rank also deletes those that another
+        one may still read or count in."""
+        self._delete([key for key in self._mine if key.partition("/")[0] != "verdict"])
+        known = self._store.add("known", 1)
+        if known == self.size - 1 and self.rank:
+            self._ring([self._ranks[0]])
+        if known == self.size:
+            counts = [f"reports-{leader}-False" for leader in (0, *self._leaders())]
+            self._delete(["beat-0", "stop", "known", "reports-0-True", *counts, *self._keys_of("verdict")])
+
+    def _delete(self, keys: Sequence[str]) -> None:
         for key in dict.fromkeys(keys):
             with suppress(RuntimeError):
                 self._store.delete_key(key)
@@ -269,3 +280,8 @@ class Meeting:
         count, _, first = self._store.get(key).partition(b" ")
         others = [self._store.get(f"{key}/{index}") for index in range(int(count))]
         return json.loads(zlib.decompress(b64decode(b"".join([first, *others]))))
+
+    def _keys_of(self, key: str) -> list[str]:
+        """The keys of a value and of its further parts."""
+        count, _, _ = self._store.get(key).partition(b" ")
+        return [key, *(f"{key}/{index}" for index in range(int(count)))]
