@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -11,6 +14,8 @@ import zeroshard
 from tests.gpu.checks import Checks, Setting
 from tests.gpu.worlds import exchanging_alone, on_shared_device, one_rank
 from tests.kit import DEVICE, PLANS, Block, Net, State, loss_of_tokens, make, same_bits
+from zeroshard.checkpoint import commit
+from zeroshard.checkpoint.writer import Item
 from zeroshard.placement import Plan
 
 STEPS = 3
@@ -36,37 +41,53 @@ class Training:
 def checkpoint(checks: Checks, setting: Setting) -> None:
     """A step that was saved, also while training went on, is loaded with its bits."""
     with one_rank(setting.device), exchanging_alone():
-        for plan in _plans(setting):
-            going_on = Training(plan)
-            going_on.step(0)
-            zeroshard.save(setting.folder / f"{plan}", going_on.handle, going_on.optimizer, step=1)
-            saving = zeroshard.save(
-                setting.folder / f"{plan} beside", going_on.handle, going_on.optimizer, step=1, background=True
-            )
-            going_on.step(1)  # writes to what is being saved
-            saving.wait()
+        for plan in PLANS:
+            training = Training(plan)
+            training.step(0)
+            zeroshard.save(setting.folder / f"{plan}", training.handle, training.optimizer, step=1)
+            _save_beside(setting.folder / f"{plan} beside", training)
             for where in ("", " beside"):
-                found = _continued(plan, setting.folder / f"{plan}{where}")
-                same = same_bits(found, going_on.weights())
+                same = same_bits(_continued(plan, setting.folder / f"{plan}{where}"), training.weights())
                 checks.expect(f"{plan}: saved{where}, loaded and trained on, the same bits", same)
         checks.expect(
-            "another model, not loaded, has other bits (control)", not same_bits(_continued(plan), going_on.weights())
+            "another model, not loaded, has other bits (control)", not same_bits(_continued(plan), training.weights())
         )
+        with patch.object(Item, "copied", lambda item: item):
+            _save_beside(setting.folder / "late", training, step=2)
+        other = _continued(plan, setting.folder / "late", step=2)
+        checks.expect("saved beside without copies, other bits (control)", not same_bits(other, training.weights()))
 
 
-def _continued(plan: Plan, folder: Path | None = None) -> State:
-    """The weights of another model after a load and step 1."""
+def _save_beside(folder: Path, training: Training, step: int = 1) -> None:
+    """Save while the step with that number changes what is being saved: nothing is written before."""
+    stepped, write = threading.Event(), commit.write_with_index
+
+    def write_after_the_step(*arguments: Any) -> Any:
+        stepped.wait()
+        return write(*arguments)
+
+    with patch.object(commit, "write_with_index", write_after_the_step):
+        saving = zeroshard.save(folder, training.handle, training.optimizer, step=step, background=True)
+        try:
+            training.step(step)
+        finally:
+            stepped.set()
+            saving.wait()
+
+
+def _continued(plan: Plan, folder: Path | None = None, step: int = 1) -> State:
+    """The weights of another model after a load and that step."""
     training = Training(plan, seed=1)
     if folder is not None:
         zeroshard.load(folder, training.handle, training.optimizer)
-    training.step(1)
+    training.step(step)
     return training.weights()
 
 
 def park(checks: Checks, setting: Setting) -> None:
     """A parked model leaves the device's memory, and trains on with the same bits."""
     with one_rank(setting.device), exchanging_alone():
-        for plan in _plans(setting):
+        for plan in PLANS:
             parked, other = Training(plan), Training(plan)
             for training in (parked, other):
                 training.step(0)
@@ -89,7 +110,7 @@ def _allocated() -> int:
 
 def join(checks: Checks, setting: Setting) -> None:
     """A rank that has run out of inputs counts as one whose gradients are 0."""
-    for plan in _plans(setting):
+    for plan in PLANS[-1:] if setting.is_small else PLANS:
         joined, zeros, full = (
             on_shared_device("late", _uneven, 2, plan, joins, factor)
             for joins, factor in ((True, 0.0), (False, 0.0), (False, 1.0))
@@ -106,7 +127,3 @@ def _uneven(rank: int, plan: Plan, joins: bool, factor: float) -> State:
         for number in range(own if joins else STEPS):
             training.step(number, rank, factor=1.0 if number < own else factor)
     return training.weights()
-
-
-def _plans(setting: Setting) -> tuple[Plan, ...]:
-    return PLANS[-1:] if setting.is_small else PLANS
