@@ -8,7 +8,7 @@ operator is not seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
-from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
+from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
 from zeroshard.model.units import UnitSpec, plain_name
 
@@ -44,14 +44,18 @@ class Workload:
     _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
 
     def trace(self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
-        """The trace; computed once for each precision and choice of units.
+        """The trace; computed once for all precisions and units that make no difference to it.
 
         Raises:
             ValueError: it cannot be traced.
         """
-        key = id(model), repr(precision), tuple(spec.name for spec in specs), self.recompute
+        calls = tuple(dict.fromkeys(path for spec in specs for path in spec.calls))
+        casts = casts_of(modules_of(model), Rules.of(precision), calls)
+        dtypes = {plain_name(name): (spec.weight_dtype, spec.precision.grad) for spec in specs for name in spec.names}
+        recomputed = calls if self.recompute else ()
+        key = id(model), frozenset(casts.items()), frozenset(dtypes.items()), recomputed
         if key not in self._traces:
-            self._traces[key] = _trace(self, model, specs, precision)
+            self._traces[key] = _trace(self, model, dtypes, casts, recomputed)
         return self._traces[key]
 
 
@@ -117,7 +121,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self.now -= num_bytes
 
 
-def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
+def _trace(
+    workload: Workload,
+    model: nn.Module,
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]],
+    casts: Mapping[nn.Module, Cast],
+    recomputed: Iterable[str],
+) -> Trace:
+    """`dtypes`: name of a parameter -> dtypes of its weight and gradient."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     live, modules, gradients = Live(), dict[str, int](), list[tuple[str, int]]()
@@ -125,19 +136,16 @@ def _trace(workload: Workload, model: nn.Module, specs: Sequence[UnitSpec], prec
         # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.device("cpu"))
-        dtypes = {plain_name(name): spec.weight_dtype for spec in specs for name in spec.names}
-        fakes = stack.enter_context(_without_values(model, dtypes, mode))
-        calls = [path for spec in specs for path in spec.calls]
-        for remove in attach_casts(casts_of(modules_of(model), Rules.of(precision), calls)):
+        fakes = stack.enter_context(_without_values(model, {name: dtype for name, (dtype, _) in dtypes.items()}, mode))
+        for remove in attach_casts(casts):
             stack.callback(remove)
-        for path in dict.fromkeys(calls) if workload.recompute else ():
+        for path in recomputed:
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
         stack.enter_context(_measured(model, live, modules))
         stack.enter_context(live)
-        grad_dtypes = {plain_name(name): spec.precision.grad for spec in specs for name in spec.names}
         for name, parameter in fakes.items():
             live.note(parameter, counted=False)
-            _collect(parameter, name, live, gradients, grad_dtypes.get(name))
+            _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
         try:
             inputs = workload.inputs()
             of_inputs = live.now

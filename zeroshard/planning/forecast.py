@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from zeroshard.checkpoint.index import BLOCK_BYTES
+from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
@@ -158,9 +160,7 @@ class Forecast:
         state: key ("exp_avg", ...) -> bytes of optimizer state, including scalars.
         padding: bytes of weights, gradients and main between steps that belong to no parameter.
         events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
-        file_bytes: of the rank's file in a checkpoint.
-        checkpoint_bytes: of all files, without their indices and the manifest.
-        index_bytes: of the index of the rank's file in a checkpoint.
+        file: the rank's file in a checkpoint.
         checkpoint: the checkpoint that a save would write.
         training: the units and their layouts.
         trace: of one micro-batch, if there is a workload.
@@ -175,14 +175,27 @@ class Forecast:
     state: Mapping[str, int]
     padding: int
     events: Mapping[CommEvent, int]
-    file_bytes: int
-    checkpoint_bytes: int
-    index_bytes: int
     training: Training = field(repr=False)
+    file: FilePlan = field(repr=False)
     checkpoint: Checkpoint = field(repr=False)
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
     looked_up: frozenset[str] = frozenset()
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the rank's file in a checkpoint."""
+        return self.file.num_bytes
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Of all files of a checkpoint, without their indices and the manifest. (Takes as long as planning them.)"""
+        return self.checkpoint.num_bytes(self.configuration.rank)
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the index of the rank's file in a checkpoint."""
+        return self.file.index_bytes
 
     @property
     def manifest_bytes(self) -> int:
@@ -294,10 +307,8 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         state=_state_by_entry(training, needs),
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         events=step_events(training, _schedule(training, needs, found)),
-        file_bytes=file.num_bytes,
-        checkpoint_bytes=checkpoint.num_bytes(found.rank),
-        index_bytes=file.index_bytes,
         training=training,
+        file=file,
         checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
