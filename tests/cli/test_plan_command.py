@@ -11,10 +11,20 @@ import torch
 import zeroshard
 from tests.cli.test_commands import said
 from tests.kit import Block, Net
+from zeroshard.cli.main import run
 from zeroshard.cli.models import _loss_of
 from zeroshard.planning import Configuration
 
 NET = "tests.kit:Net"
+INPUTS = ("--inputs", "tests.cli.test_plan_command:inputs")
+
+
+def inputs(sequences: int, tokens: int | None) -> torch.Tensor:
+    return torch.zeros(sequences, tokens or 7, dtype=torch.long)
+
+
+def with_batch_norm() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 
 
 def test_a_table_of_all_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,10 +45,74 @@ def test_for_programs_it_says_what_python_says(capsys: pytest.CaptureFixture[str
 
 
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "plan", NET, "--fit", "60kB", "--ranks", "8", "--device", "cpu")
-    assert "why it does not fit" in text and " fit into 60.0 kB on each rank" in text and "too much in " in text
+    text = said(capsys, "plan", NET, "--fit", "45kB", "--ranks", "8", "--device", "cpu")
+    assert "why it does not fit" in text and " fit into 45.0 kB on each rank" in text and "too much in " in text
+    assert "the nearest" not in text
     rows = json.loads(said(capsys, "plan", NET, "--fit", "1GB", "--json"))
     assert all(row["fits"] for row in rows)
+    assert {row["precision"] for row in rows} == {"bf16", "bf16-remainder", "fp32"}
+    rows = json.loads(said(capsys, "plan", NET, "--fit", "1GB", "--json", "--precision", "bf16", "--ranks", "64"))
+    assert {(row["plan"], row["precision"], row["replicas"]) for row in rows} == {
+        *((plan, "bf16", 1) for plan in ("ddp", "zero1", "zero2", "zero3")),
+        ("zero3", "bf16", 8),
+    }
+    rows = json.loads(said(capsys, "plan", NET, "--fit", "1GB", "--json", "--ranks", "64", "--replicas", "2"))
+    assert {row["replicas"] for row in rows} == {2}
+
+
+def test_if_nothing_fits_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was 0."""
+    arguments = ["plan", NET, "--fit", "1kB", "--ranks", "2,8", "--units", "Block"]
+    assert run(arguments) == 1
+    out, err = capsys.readouterr()
+    first, nearest, *rows = out.splitlines()
+    assert err == "" and first.startswith("0 of ")
+    assert nearest.startswith("the nearest is zero3, bf16, 8 ranks, AdamW, 4 units, micro-batches: 1: ")
+    assert " too much in " in nearest and nearest.split(": ", 2)[-1] in rows[2]
+    assert run([*arguments, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not any(row["fits"] for row in found)
+    assert found[0]["spare"] == max(row["spare"] for row in found) and found[0]["reason"] in nearest
+    assert run([*arguments, "--fit", "60kB"]) == 0  # on 8 ranks
+
+
+def test_a_precision_that_the_model_does_not_take_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch norms are refused in 16 bits, and `--fit` tries those by itself: it was an error."""
+    assert run(["plan", "tests.cli.test_plan_command:with_batch_norm", "--fit", "1GB", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert {row["precision"] for row in json.loads(out)} == {"fp32"}
+    assert err.startswith("zeroshard: warning: fit: bf16, bf16-remainder not tried: ") and err.count("\n") == 1
+    named = ("--fit", "1GB", "--precision", "bf16")
+    message = said(capsys, "plan", "tests.cli.test_plan_command:with_batch_norm", *named, code=2)
+    assert "torch's batch norm takes no weights" in message
+
+
+def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They were ignored."""
+    pytest.importorskip("pydantic")
+    toml = tmp_path / "run.toml"
+    toml.write_text("[model]\nlayers = 2\nwidth = 64\n")
+    for arguments, message in (
+        ((NET, "--fit", "1GB", "--phases"), "--phases: not with --fit"),
+        ((NET, "--fit", "1GB", "--each-unit", "--save", tmp_path / "a"), "--each-unit, --save: not with --fit"),
+        ((NET, "--fit", "1GB", *INPUTS, "--batch", "1", "--modules"), "--modules: not with --fit"),
+        ((NET, "--tokens", "3", "--recompute"), "--tokens, --recompute: only with a batch. Add --batch"),
+        ((NET, "--machine", "node"), "--machine: only with a batch. Add --batch"),
+        ((NET, "--modules"), "--modules: only with a batch"),
+        ((NET, *INPUTS), "--inputs: only with a batch"),
+        ((toml, *INPUTS, "--batch", "1"), "--inputs is for a model of module:factory"),
+        (("--compare", tmp_path, "--ranks", "8", "--plan", "zero3"), "leave out --plan, --ranks"),
+        (("--compare", tmp_path, "--save", tmp_path / "a"), "from the run: leave out --save"),
+        (("--compare", tmp_path, NET), "from the run: leave out MODEL"),
+    ):
+        assert message in said(capsys, "plan", *arguments, code=2), arguments
+    batch = (NET, "--units", "Block", *INPUTS, "--batch", "2", "--machine", "node", "--json")
+    first, *_ = json.loads(said(capsys, "plan", *batch, "--each-unit"))
+    assert set(first["seconds"]) == {"compute", "update", "communication", "exposed"}
+    assert [unit["unit"] for unit in first["each_unit"]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    rows = json.loads(said(capsys, "plan", *batch, "--fit", "1GB"))
+    assert [row["seconds"]["exposed"] for row in rows] == sorted(row["seconds"]["exposed"] for row in rows)
+    assert "exposed" in said(capsys, "plan", *batch[:-1], "--fit", "1GB")
 
 
 def test_the_trainers_model_and_one_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +169,8 @@ def test_one_line_for_each_mistake(
         ([NET, "--ranks", "0"], "ranks must be a whole number"),
         ([NET, "--ranks", "8,x"], "'x' is not a valid integer"),
         ([NET, "--plan", "zero9"], "unknown plan 'zero9'"),
-        ([NET, "--units", "Nothing"], "expected a size, or a class of modules: Block"),
+        ([NET, "--units", "Nothing"], "--units Nothing: expected a size (64MB), or a class of modules: Block"),
+        ([NET, "--units", "0"], "--units 0: expected a size (64MB), or a class of modules: Block"),
         ([NET, "--fit", "much"], "is not a size"),
         ([NET, "--fit", "0GB"], "is not a size"),
         ([NET, "--micro-batches", "-2"], "micro_batches must be a whole number from 1"),
@@ -115,13 +190,6 @@ def test_a_model_without_anything_to_differentiate_is_named() -> None:
     assert _loss_of(torch.nn.Identity(), torch.ones(2, requires_grad=True)) == 1.0
 
 
-def inputs(sequences: int, tokens: int | None) -> torch.Tensor:
-    return torch.zeros(sequences, tokens or 7, dtype=torch.long)
-
-
-INPUTS = ("--inputs", "tests.cli.test_plan_command:inputs")
-
-
 def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", NET, "--units", "Block", *INPUTS, "--batch", "4", "--plan", "zero1,zero3")
     text = said(capsys, *arguments, "--machine", "node", "--modules", "--tokens", "64")
@@ -131,12 +199,13 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert usual["activations"]["inputs"] == 4 * 7 * 8
     assert recomputed["whole_peak"] < usual["whole_peak"] and usual["whole_peak"] > usual["phases"]["step"]["together"]
     text = said(capsys, *arguments, "--fit", "1GB", "--device", "cpu")
-    assert "recomputed" in text and "4 of 4 fit into 1.00 GB" in text
-    rows = json.loads(said(capsys, *arguments, "--fit", "1kB", "--device", "cpu", "--json"))
+    assert "recomputed" in text and "12 of 12 fit into 1.00 GB" in text
+    one_precision = ("--precision", "bf16", "--fit", "1kB", "--device", "cpu", "--json")
+    assert run([*arguments, *one_precision]) == 1
+    rows = json.loads(capsys.readouterr().out)
     assert sorted(row["micro_batches"] for row in rows) == [1] * 4 + [2] * 4 + [4] * 4, "4 sequences, as none fits"
     for wrong, message in (
         ((NET, "--batch", "4"), "add --inputs module:function"),
-        ((NET, "--machine", "node"), "are about a batch: add --batch"),
         ((NET, *INPUTS, "--batch", "4", "--machine", "abacus"), "'abacus' is not one of"),
     ):
         assert message in said(capsys, "plan", *wrong, code=2), wrong
@@ -160,5 +229,6 @@ def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.C
     assert "step 3: zero3, fp32, 2 ranks" in text
     (row,) = (line for line in text.splitlines() if line.startswith("the engine, between steps"))
     assert "10.0 MB" in row
-    assert "leave MODEL out" in said(capsys, "plan", NET, "--compare", tmp_path, code=2)
+    as_json = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))
+    assert as_json["step"] == 3 and as_json["of_rank_0"][0]["measured"] == 10_000_000
     assert "Missing argument 'MODEL'" in said(capsys, "plan", code=2)

@@ -165,7 +165,7 @@ def test_what_fits_with_activations() -> None:
         zeroshard.plan(model, Configuration(ranks=8, units=Wide, workload=Workload(tokens, loss_of, recompute)))
         for recompute in (False, True)
     )
-    found = fit(model, with_recompute.whole_peak, given, plans=["zero3"])
+    found = fit(model, with_recompute.whole_peak, given, plans=["zero3"], precisions=[None])
     assert [one.fits for one in found] == [True, False]
     assert found[0].forecast.configuration.workload.recompute  # type: ignore[union-attr]
     assert found[1].spare == with_recompute.whole_peak - without.whole_peak
@@ -185,7 +185,7 @@ def test_smaller_micro_batches_are_tried_until_they_fit() -> None:
     whole = zeroshard.plan(model, given).whole_peak
     assert whole > of[2] > of[4] > of[8]
     for budget, expected in ((whole, [1]), (whole - 1, [2, 1]), (of[4], [4, 2, 1]), (of[8] - 1, [8, 4, 2, 1])):
-        found = fit(model, budget, given, plans=["zero3"], splits=splits)
+        found = fit(model, budget, given, plans=["zero3"], precisions=[None], splits=splits)
         assert [one.forecast.configuration.micro_batches for one in found] == expected
         assert [one.fits for one in found] == [budget >= of[8] and n == 0 for n in range(len(found))]
         assert all(one.forecast.configuration.workload.recompute for one in found)  # type: ignore[union-attr]

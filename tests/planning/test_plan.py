@@ -32,7 +32,7 @@ from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.manifest import MAX_MANIFEST_BYTES
 from zeroshard.comm.transport import TransportName
 from zeroshard.planner import plan_memory
-from zeroshard.planning import Configuration, Forecast, Phase, disk, fit
+from zeroshard.planning import Configuration, Forecast, Phase, Workload, cheapest_first, disk, fit
 from zeroshard.planning.optimizers import class_named
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -407,7 +407,8 @@ def test_what_fits_comes_first_and_the_rest_says_why() -> None:
     model = on_meta(width=1000, blocks=20)  # 80 MB in fp32
     found = fit(model, 150_000_000, Configuration(ranks=8), precisions=["fp32", "bf16"])
     fitting = [one for one in found if one.fits]
-    assert found[: len(fitting)] == fitting and len(found) == 2 * (1 + 1 + 4 + 4)
+    # units of 32 MiB, which is the default, of 512 and of 8 MiB: three choices
+    assert found[: len(fitting)] == fitting and len(found) == 2 * (1 + 1 + 3 + 3)
     assert [one.forecast.sent for one in fitting] == sorted(one.forecast.sent for one in fitting)
     assert all(one.spare >= 0 and one.reason == "" for one in fitting)
     names = {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in fitting}
@@ -415,6 +416,57 @@ def test_what_fits_comes_first_and_the_rest_says_why() -> None:
     (ddp,) = (one for one in found if not one.fits and one.forecast.configuration.plan == "ddp" and one.spare > -2e8)
     assert ddp.reason.endswith("too much in forward: optimizer state 160 MB, weights 80.1 MB"), ddp.reason
     assert not any(one.fits for one in fit(model, 1000, Configuration(ranks=8)))
+
+
+def test_what_fits_is_tried_in_the_usual_precisions_or_in_that_of_the_configuration() -> None:
+    def tried(configuration: Configuration, model: nn.Module | None = None, **options: Any) -> set[Any]:
+        found = fit(model or on_meta(), 10**9, configuration, **options)
+        return {one.forecast.configuration.precision for one in found}
+
+    assert tried(Configuration(ranks=8)) == {"bf16", "bf16-remainder", "fp32"}
+    assert tried(Configuration(ranks=8, precision="fp16")) == {"fp16"}
+    assert tried(Configuration(ranks=8, precision="fp16"), precisions=["fp32", None]) == {"fp32", None}
+
+
+def test_what_the_model_does_not_take_is_left_out_of_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    found = fit(model, 10**9, Configuration(ranks=8))
+    assert {one.forecast.configuration.precision for one in found} == {"fp32"}
+    assert [record.getMessage()[:70] for record in caplog.records] == [
+        "fit: bf16, bf16-remainder not tried: precision: torch's batch norm tak"
+    ]
+    with pytest.raises(ValueError, match="matches no module"):  # whatever the precision
+        fit(on_meta(), 10**9, Configuration(ranks=8, units=nn.Conv2d))
+
+
+def test_what_fits_is_tried_with_the_units_of_the_configuration_and_on_other_meshes() -> None:
+    model = on_meta(width=100, blocks=4)
+
+    def tried(**options: Any) -> list[tuple[Any, Any, int]]:
+        found = [one.forecast for one in fit(model, 10**9, precisions=["bf16"], **options)]
+        return sorted((str(one.configuration.plan), one.num_units, one.configuration.replicas) for one in found)
+
+    named = Configuration(ranks=64, units=nn.Linear)
+    own = [("ddp", 4, 1), ("zero1", 4, 1), ("zero2", 4, 1), ("zero3", 4, 1)]
+    assert tried(configuration=named) == own
+    assert tried(configuration=named, replicas=[8]) == [*own, ("zero3", 4, 8)]
+    # a size that makes the same units as another one is not tried
+    assert tried(configuration=named, sizes=[1 << 20, 2 << 20]) == sorted([*own, ("zero2", 1, 1), ("zero3", 1, 1)])
+
+
+def test_what_fits_is_in_the_order_of_exposed_seconds_on_a_machine() -> None:
+    model = on_meta(width=2000, blocks=8)
+    workload = Workload(
+        lambda: torch.zeros(1, 2000), lambda model, inputs: model(inputs).square().mean(), num_tokens=512
+    )
+    given = Configuration(ranks=64, units=nn.Linear, workload=workload)
+    found = fit(model, 10**12, given, replicas=[8], precisions=["bf16"])
+    ordered = cheapest_first(found, "nodes-100")
+    seconds = [one.forecast.time("nodes-100").exposed for one in ordered]
+    assert seconds == sorted(seconds) and set(map(id, ordered)) == set(map(id, found))
+    # gathers that stay inside a node are cheaper there, although a rank sends no less
+    assert ordered[0].forecast.configuration.replicas == 8 and found[0].forecast.configuration.replicas == 1
 
 
 def test_bad_input() -> None:

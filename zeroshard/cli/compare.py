@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import in_units
 
 
-def compare(folder: Path) -> None:
+def compare(folder: Path, *, as_json: bool) -> None:
     """Print planned and recorded bytes at the last step of a run of `zeroshard train`.
 
     Raises:
@@ -27,8 +28,12 @@ def compare(folder: Path) -> None:
     language = language_of(run.config)
     forecast = plan_one(language.model, configuration_of(run.config, language, run.place))
     last, parallel = run.record.last, run.config.parallel
-    click.echo(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.place.ranks} ranks")
     rows = list(_rows(forecast, last, run.step))
+    if as_json:
+        found = [{"what": name, "planned": planned, "measured": measured} for name, planned, measured in rows]
+        click.echo(json.dumps({"step": last["step"], "of_rank_0": found}, indent=2))
+        return
+    click.echo(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.place.ranks} ranks")
     table(("of rank 0", "planned", "measured", "difference"), [(n, *map(in_units, (p, m, m - p))) for n, p, m in rows])
     if run.place.device == "cpu":
         click.echo("The process has Python and its libraries, too, which are not planned: some 300 to 500 MB.")

@@ -67,6 +67,8 @@ def describe(text: str, inputs: str | None = None) -> Described:
     path = Path(text)
     if path.is_dir():
         path /= "config.json"
+    if inputs is not None and path.suffix in (".toml", ".json"):
+        raise InvalidValue(f"--inputs is for a model of module:factory; the inputs of {path} are known: leave it out")
     if path.suffix == ".toml":
         return _described_by_the_trainer(path)
     if path.suffix == ".json":

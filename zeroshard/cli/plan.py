@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from zeroshard.cli.commands import Command, Size, table
+from zeroshard.cli.commands import Command, Size
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
+from zeroshard.cli.plan_output import show, show_fit
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
-from zeroshard.planning import MACHINES, Configuration, Forecast, Workload, fit
+from zeroshard.planning import MACHINES, Candidate, Configuration, Workload, fit
 from zeroshard.planning import plan as plan_one
-from zeroshard.planning.fit import Candidate, in_units
+from zeroshard.planning.fit import PRECISIONS, UNIT_BYTES, cheapest_first
 from zeroshard.report import facts_of, write_plan
 
-_TABLE = ("plan", "precision", "ranks", "optimizer", "units")
-_BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
-_WITH_ACTIVATIONS = ("inputs", "activations", "in all")
-_RUN = ("recomputed", "micro-batches")
-_TIMES = ("compute", "update", "messages", "exposed", "step")
+NODE = 8
+"""Ranks of a node, where no machine is named."""
 
 
 class _List(click.ParamType[list[Any]]):
@@ -45,15 +43,18 @@ class _List(click.ParamType[list[Any]]):
 @click.argument("model", required=False)
 @click.option("--compare", "run", type=click.Path(path_type=Path), help="a run's folder: planned beside measured")
 @click.option("--plan", "plans", type=_List(click.STRING), default=",".join(PLANS), show_default=True)
-@click.option("--precision", "precisions", type=_List(click.STRING), default="bf16", show_default=True)
+@click.option(
+    "--precision", "precisions", type=_List(click.STRING),
+    help=f"[default: bf16; with --fit {', '.join(PRECISIONS)}]",
+)  # fmt: skip
 @click.option(
     "--optimizer", "optimizers", multiple=True, default=("AdamW",), show_default=True,
     help="a class of torch.optim, zeroshard.optim or torchao.optim: SGD:momentum=0.9, Muon+AdamW8bit; may be repeated",
 )  # fmt: skip
 @click.option("--ranks", type=_List(click.INT), default="8", show_default=True, help="of the world; several: 8,64,1024")
 @click.option(
-    "--replicas", type=click.IntRange(1), default=1, show_default=True,
-    help="ranks that hold the same shard (a 2-D mesh)",
+    "--replicas", type=click.IntRange(1),
+    help=f"ranks that hold the same shard (a 2-D mesh)  [default: 1; with --fit also ranks / {NODE}]",
 )  # fmt: skip
 @click.option("--units", help="a class of modules, or a size (64MB); default: as the model says, or by size")
 @click.option("--micro-batches", type=int, help="passes in a step  [default: 1, or the configuration's]")
@@ -77,52 +78,88 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--each-unit", is_flag=True, help="of the first row, each unit: its size, and whether it is held in full")
 @click.option("--json", "as_json", is_flag=True, help="for programs")
 @click.option("--save", type=click.Path(path_type=Path), help="write a plan file, for zeroshard report")
-def plan(model: str | None, run: Path | None, **options: Any) -> None:
+@click.pass_context
+def plan(context: click.Context, /, model: str | None, run: Path | None, **options: Any) -> int:
     """Show what each rank will hold, send and write.
 
     MODEL is the configuration of a run (.toml), a transformers config (config.json, or its folder) or module:factory.
-    Nothing is allocated, and no process group is needed. With --batch activations and inputs are included.
+    Nothing is allocated, and no process group is needed. With --batch activations and inputs are included. The exit
+    code is 1 if nothing fits (--fit).
     """
+    _expect_an_effect(context)
     if run is not None:
-        if model is not None:
-            raise click.UsageError("--compare takes the model from the run: leave MODEL out")
-        compare(run)
-        return
+        compare(run, as_json=options["as_json"])
+        return 0
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
     described = describe(model, options["inputs"])
     units = _units(options["units"], described.model) or described.units
     given = Configuration(
-        replicas=options["replicas"],
+        replicas=options["replicas"] or 1,
         group_of=described.group_of,
         units=units,
         micro_batches=described.micro_batches if options["micro_batches"] is None else options["micro_batches"],
         reduce_every_micro_batch=options["reduce_every_micro_batch"] or described.reduce_every_micro_batch,
         device=options["device"],
         transport=options["transport"],
-        ranks=options["replicas"],
+        ranks=options["replicas"] or 1,
         workload=_workload(described, **options),
     )
     several = [
         replace(given, optimizer=optimizer, ranks=ranks)
         for optimizer, ranks in itertools.product(options["optimizers"], options["ranks"])
     ]
-    choices = {"plans": options["plans"], "precisions": options["precisions"]}
     if options["budget"]:
-        if options["save"] is not None:
-            raise InvalidValue("--save goes without --fit: choose one of what fits, and save its plan")
-        # If the configuration names units, `fit` tries no other sizes. So leave the model's own units out.
-        free = [replace(one, units=units if options["units"] else None) for one in several]
-        choices["splits"] = list(_splits(described, options["batch"], options["tokens"]))
-        _show_fit([fit(described.model, options["budget"], one, **choices) for one in free], **options)
-        return
+        found = [candidate for one in several for candidate in _fit(described, one, **options)]
+        return show_fit(cheapest_first(found, options["machine"]), **options)
     forecasts = [
         plan_one(described.model, replace(one, plan=name, precision=precision))
-        for one, precision, name in itertools.product(several, options["precisions"], options["plans"])
+        for one, precision, name in itertools.product(several, options["precisions"] or ["bf16"], options["plans"])
     ]
-    _show(forecasts, **options)
+    show(forecasts, **options)
     if options["save"] is not None:
         write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
+    return 0
+
+
+def _expect_an_effect(context: click.Context) -> None:
+    """Raises:
+    ValueError: an option that would change nothing beside the others."""
+    given = {
+        one.name: one.opts[0] if isinstance(one, click.Option) else "MODEL"
+        for one in context.command.params
+        if one.name and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+    }
+    if "run" in given:
+        others = [name for key, name in given.items() if key not in ("run", "as_json")]
+        if others:
+            raise InvalidValue(f"--compare takes everything from the run: leave out {', '.join(others)}")
+    elif "budget" in given:
+        others = [given[key] for key in ("phases", "modules", "each_unit", "save") if key in given]
+        if others:
+            raise InvalidValue(
+                f"{', '.join(others)}: not with --fit. Choose one of what fits, and plan it without --fit"
+            )
+    if "run" not in given and "batch" not in given:
+        others = [given[key] for key in ("tokens", "inputs", "recompute", "modules", "machine") if key in given]
+        if others:
+            raise InvalidValue(f"{', '.join(others)}: only with a batch. Add --batch")
+
+
+def _fit(described: Described, given: Configuration, **options: Any) -> list[Candidate]:
+    """What is tried for one optimizer and number of ranks. What the user names is tried alone."""
+    node = NODE if options["machine"] is None else MACHINES[options["machine"]].node
+    replicas = given.ranks // node if options["replicas"] is None and given.ranks % node == 0 else 1
+    return fit(
+        described.model,
+        options["budget"],
+        given,
+        plans=options["plans"],
+        precisions=options["precisions"],
+        sizes=() if options["units"] else UNIT_BYTES,
+        replicas=[replicas] if replicas > 1 else (),
+        splits=list(_splits(described, options["batch"], options["tokens"])),
+    )
 
 
 def _units(text: str | None, model: Any) -> UnitPolicy:
@@ -133,32 +170,25 @@ def _units(text: str | None, model: Any) -> UnitPolicy:
     """
     if text is None:
         return None
-    if text[:1].isdigit():
-        return Size().convert(text, None, None)
     classes = {type(module).__name__: type(module) for module in model.modules()}
-    if text not in classes:
-        raise InvalidValue(f"--units {text}: expected a size, or a class of modules: {', '.join(sorted(classes))}")
-    return classes[text]
+    if text in classes:
+        return classes[text]
+    try:
+        return Size().convert(text, None, None)
+    except click.BadParameter:
+        known = ", ".join(sorted(classes))
+        raise InvalidValue(f"--units {text}: expected a size (64MB), or a class of modules: {known}") from None
 
 
 def _workload(
-    described: Described,
-    *,
-    batch: int | None,
-    tokens: int | None,
-    recompute: bool,
-    modules: bool,
-    machine: str | None,
-    **_: Any,
+    described: Described, *, batch: int | None, tokens: int | None, recompute: bool, **_: Any
 ) -> Workload | None:
     """The micro-batch that `--batch` and its related options describe; None without `--batch`.
 
     Raises:
-        ValueError: related options without `--batch`, or a model whose inputs are not known.
+        ValueError: a model whose inputs are not known.
     """
     if batch is None:
-        if tokens or recompute or modules or machine:
-            raise InvalidValue("--tokens, --recompute, --modules and --machine are about a batch: add --batch")
         return None
     if described.workload is None:
         raise InvalidValue("--batch: the inputs of this model are not known: add --inputs module:function")
@@ -171,165 +201,3 @@ def _splits(described: Described, batch: int | None, tokens: int | None) -> Iter
     while batch and described.workload is not None and batch % number == 0:
         yield number, described.workload(batch // number, tokens)
         number *= 2
-
-
-# Output ---------------------------------------------------------------------------------------------------------------
-
-
-def _show(
-    forecasts: list[Forecast],
-    *,
-    as_json: bool,
-    phases: bool,
-    modules: bool,
-    machine: str | None,
-    each_unit: bool,
-    **_: Any,
-) -> None:
-    if as_json:
-        click.echo(json.dumps([_as_json(forecast) for forecast in forecasts], indent=2))
-        return
-    first = forecasts[0]
-    click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
-    columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
-    table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
-    if first.trace is not None and modules:
-        table(
-            ("module", "holds behind its forward"),
-            [(path or "the model", in_units(size)) for path, size in first.trace.modules.items()],
-        )
-    if machine is not None:
-        _show_times(forecasts, machine)
-    if each_unit:
-        table(("unit", "elements", "in full", "here", "held in full"), list(_units_of(first)))
-    for forecast in forecasts if phases else ():
-        click.echo(" ".join(map(str, _named(forecast)[:4])))
-        kinds = list(vars(forecast.at_rest))
-        rows = [
-            (
-                name,
-                *(in_units(getattr(phase.held, kind)) for kind in kinds),
-                *map(in_units, (phase.copies, phase.num_bytes)),
-            )
-            for name, phase in forecast.phases.items()
-        ]
-        table(("phase", *kinds, "copies", "together"), rows)
-
-
-def _units_of(forecast: Forecast) -> Iterator[tuple[str, ...]]:
-    """For each unit its name, elements, full size, size on this rank, and when this rank has it in full."""
-    training = forecast.training
-    for unit in training.units:
-        itemsize = unit.spec.weight_dtype.itemsize
-        in_full, here = unit.layout.numel * itemsize, unit.held(peak=False).weights
-        when = "in its own buffer" if unit.spec.outer or unit.spec.stays else "in turns"
-        held = "always" if here == in_full else when
-        yield unit.spec.name, f"{unit.layout.numel:,}", in_units(in_full), in_units(here), held
-
-
-def _show_times(forecasts: list[Forecast], machine: str) -> None:
-    click.echo(f"seconds of a step on {machine}, by a model; nothing was measured")
-    times = [(_named(forecast), forecast.time(machine)) for forecast in forecasts]
-    rows = [(*names, *(f"{part:.4f}" for part in (*vars(time).values(), time.total))) for names, time in times]
-    table((*_TABLE, *_TIMES), rows)
-
-
-def _show_fit(found: list[list[Candidate]], *, as_json: bool, budget: int, **_: Any) -> None:
-    """Print the configurations that fit, then those that do not with the reason."""
-    candidates = [candidate for of_one in found for candidate in of_one]
-    if as_json:
-        said = [
-            _as_json(one.forecast) | {"fits": one.fits, "spare": one.spare, "reason": one.reason} for one in candidates
-        ]
-        click.echo(json.dumps(said, indent=2))
-        return
-    fitting = sorted(filter(lambda candidate: candidate.fits, candidates), key=lambda one: one.forecast.sent)
-    what = _what(candidates[0].forecast)
-    click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
-    columns = (*_TABLE, *_RUN, "at most", "spare", "sent a step", "largest message")
-    rows = [
-        (*_named(one), *_run(one), *map(in_units, (one.whole_peak, c.spare, one.sent, one.largest_message)))
-        for c in fitting
-        for one in [c.forecast]
-    ]
-    if rows:
-        table(columns, rows)
-    others = [candidate for candidate in candidates if not candidate.fits]
-    if others:
-        rows = [(*_named(c.forecast), *_run(c.forecast), c.reason) for c in others]
-        table((*_TABLE, *_RUN, "why it does not fit"), rows)
-
-
-def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
-    return None if forecast.trace is None else vars(forecast.trace) | {"modules": dict(forecast.trace.modules)}
-
-
-def _named(forecast: Forecast) -> tuple[Any, ...]:
-    """The values of the columns in `_TABLE`."""
-    chosen = forecast.configuration
-    mesh = f"{chosen.replicas} x {chosen.num_shards}" if chosen.replicas > 1 else chosen.ranks
-    return chosen.placements.name, chosen.precision or "", mesh, chosen.optimizer, _units_in_words(forecast)
-
-
-def _units_in_words(forecast: Forecast) -> str:
-    units = forecast.configuration.units
-    return f"{forecast.num_units} of {in_units(units)}" if isinstance(units, int) else str(forecast.num_units)
-
-
-def _sizes(forecast: Forecast) -> Iterator[int]:
-    rest = forecast.at_rest
-    yield from (rest.weights, forecast.phases["backward"].held.grads, rest.main, rest.state + rest.scalars)
-    transient = max(phase.held.transient for phase in forecast.phases.values())
-    yield from (transient, rest.sum, forecast.peak, forecast.sent, forecast.checkpoint_bytes)
-    if forecast.trace is not None:
-        yield from (forecast.trace.inputs, forecast.trace.peak, forecast.whole_peak)
-
-
-def _what(forecast: Forecast) -> str:
-    """Says whether the bytes include activations."""
-    if forecast.trace is None:
-        return "without activations"
-    return "with activations and inputs, without what kernels allocate for themselves"
-
-
-def _run(forecast: Forecast) -> tuple[Any, ...]:
-    """The values of the columns in `_RUN`."""
-    return _recomputes(forecast), forecast.configuration.micro_batches
-
-
-def _recomputes(forecast: Forecast) -> str:
-    workload = forecast.configuration.workload
-    return "units" if workload is not None and workload.recompute else ""
-
-
-def _as_json(forecast: Forecast) -> dict[str, Any]:
-    name, precision, _, optimizer, _ = _named(forecast)
-    chosen = forecast.configuration
-    return {
-        "plan": name,
-        "precision": str(precision),
-        "optimizer": str(optimizer),
-        "ranks": chosen.ranks,
-        "replicas": chosen.replicas,
-        "micro_batches": chosen.micro_batches,
-        "parameters": forecast.num_parameters,
-        "units": forecast.num_units,
-        "unit_bytes": chosen.units if isinstance(chosen.units, int) else None,
-        "phases": {
-            name: vars(phase.held) | {"copies": phase.copies, "together": phase.num_bytes}
-            for name, phase in forecast.phases.items()
-        },
-        "state": dict(forecast.state),
-        "padding": forecast.padding,
-        "padding_share": forecast.padding_share,
-        "events": [[*event, times] for event, times in forecast.events.items()],
-        "sent": forecast.sent,
-        "largest_message": forecast.largest_message,
-        "file_bytes": forecast.file_bytes,
-        "checkpoint_bytes": forecast.checkpoint_bytes,
-        "index_bytes": forecast.index_bytes,
-        "manifest_bytes": forecast.manifest_bytes,
-        "recompute": bool(_recomputes(forecast)),
-        "activations": _of_trace(forecast),
-        "whole_peak": forecast.whole_peak,
-    }

@@ -1,20 +1,28 @@
-"""Finds the configurations that fit into a number of bytes per rank, sorted by bytes sent; says why others do not."""
+"""Finds the configurations that fit into a number of bytes per rank, cheapest in communication first; says why others
+do not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from zeroshard.errors import InvalidValue
+from zeroshard.io.logger import LOGGER
 from zeroshard.model.casting import Precisions
+from zeroshard.model.managed import Managed
+from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.forecast import Configuration, Forecast, plan
+from zeroshard.planning.time_model import Machine
 
-UNIT_BYTES = (512 << 20, 128 << 20, 32 << 20, 8 << 20)
+UNIT_BYTES = (512 << 20, 32 << 20, 8 << 20)
 """Sizes of units that are tried if they change the result."""
+PRECISIONS = ("bf16", "bf16-remainder", "fp32")
+"""Precisions that are tried. ("fp16" holds and sends what "bf16" does.)"""
 KINDS_IN_WORDS = {
     "weights": "weights",
     "grads": "gradients",
@@ -58,20 +66,25 @@ def fit(
     configuration: Configuration | None = None,
     *,
     plans: Iterable[Plan | str | int] = tuple(PLANS),
-    precisions: Iterable[Precisions] = (None,),
+    precisions: Iterable[Precisions] | None = None,
+    sizes: Sequence[int] | None = None,
+    replicas: Sequence[int] = (),
     splits: Sequence[tuple[int, Workload]] = (),
 ) -> list[Candidate]:
-    """Plan all combinations of plans, precisions and sizes of units (with and without recomputation, if there is a
-    workload without it). First those that fit, sorted by bytes sent in a step (ties: without recomputation first, then
-    by bytes held); then the others, the smallest excess first.
+    """Plan all combinations of plans, precisions, units and meshes (with and without recomputation, if there is a
+    workload without it). The result is in the order of `cheapest_first`.
 
     Args:
         model: on any device, also the meta device.
         budget: bytes on each rank for everything that is planned. Without a workload that is only what the engine
             holds: leave room for activations.
-        configuration: all other settings. If it chooses units, no other sizes are tried.
+        configuration: all other settings.
         plans: to try.
-        precisions: to try.
+        precisions: to try; None: the one of the configuration, or if it has none, those of PRECISIONS that the model
+            takes (a warning names the others).
+        sizes: sizes of units in bytes, which are tried in addition to the configuration's units under the plans that
+            hold full units only for a while; None: UNIT_BYTES if the configuration chooses no units, else no others.
+        replicas: numbers of replicas, tried in addition to the configuration's under the plans that shard weights.
         splits: other ways to divide the same sequences: (number of micro-batches instead of one of the configuration's,
             the workload of each). Where a combination does not fit, they are tried in this order until one fits.
 
@@ -80,25 +93,78 @@ def fit(
     """
     if budget < 1:
         raise InvalidValue(f"the budget must be at least one byte, found {budget}")
-    given, precisions = configuration or Configuration(), list(precisions)
+    given, plans = configuration or Configuration(), list(plans)
+    if sizes is None:
+        sizes = UNIT_BYTES if given.units is None else ()
     candidates: list[Candidate] = []
-    for chosen in plans:
-        for precision in precisions:
-            for tried in _sizes(replace(given, plan=chosen, precision=precision)):
+    for precision in _taken(model, given) if precisions is None else precisions:
+        choices = _choices(model, replace(given, precision=precision), sizes)
+        for chosen in plans:
+            for tried in _meshes(replace(given, plan=chosen, precision=precision), choices, replicas):
                 for recomputing in _recomputing(tried):
                     candidates += _until_one_fits(model, budget, _divided(recomputing, splits))
-    return sorted(candidates, key=_order)
+    return cheapest_first(candidates)
 
 
-def _sizes(configuration: Configuration) -> Iterator[Configuration]:
-    """The configuration with each size of units that may change the result: only if there are pool buffers."""
+def cheapest_first(candidates: Iterable[Candidate], machine: Machine | str | None = None) -> list[Candidate]:
+    """First those that fit, sorted by bytes sent in a step or, on a machine, by the seconds of communication that
+    computation does not hide (ties: without recomputation first, then by bytes held); then the others, the smallest
+    excess first."""
+
+    def key(candidate: Candidate) -> tuple[bool, float, bool, int]:
+        forecast, workload = candidate.forecast, candidate.forecast.configuration.workload
+        cost: float = -candidate.spare
+        if candidate.fits:
+            cost = forecast.sent if machine is None else forecast.time(machine).exposed
+        recomputes = workload is not None and workload.recompute
+        return not candidate.fits, cost, recomputes, forecast.whole_peak
+
+    return sorted(candidates, key=key)
+
+
+def _taken(model: nn.Module, configuration: Configuration) -> list[Precisions]:
+    """The precision of the configuration, or those of PRECISIONS that the model takes (if it takes none: the first,
+    whose plan raises the error)."""
+    if configuration.precision is not None:
+        return [configuration.precision]
+    taken: list[Precisions] = []
+    refused: dict[str, InvalidValue] = {}
+    for precision in PRECISIONS:
+        try:
+            _units_of(model, replace(configuration, precision=precision))
+            taken.append(precision)
+        except InvalidValue as error:
+            refused[precision] = error
+    if taken and refused:
+        LOGGER.warning("fit: %s not tried: %s", ", ".join(refused), next(iter(refused.values())))
+    return taken or [PRECISIONS[0]]
+
+
+def _choices(model: nn.Module, configuration: Configuration, sizes: Iterable[int]) -> list[UnitPolicy]:
+    """The configuration's units, and each size that makes other units than those before it."""
+    found: dict[Hashable, UnitPolicy] = {}
+    for units in (configuration.units, *sizes):
+        specs = _units_of(model, replace(configuration, units=units))
+        found.setdefault(tuple(spec.names for spec in specs), units)
+    return list(found.values())
+
+
+def _units_of(model: nn.Module, configuration: Configuration) -> list[UnitSpec]:
+    parameters = Managed.without(model, configuration.ignored).parameters(model)
+    return choose_units(model, configuration.units, configuration.precision, parameters, configuration.keep_gathered)
+
+
+def _meshes(
+    configuration: Configuration, choices: Sequence[UnitPolicy], replicas: Iterable[int]
+) -> Iterator[Configuration]:
+    """The configuration on each mesh, with each choice of units that may change the result: only if there are pool
+    buffers. Replicas are for gathers that stay inside a node, so only for plans with gathers in forward."""
     plan = configuration.placements
-    matters = configuration.num_shards > 1 and SHARDED in (plan.weights, plan.grads)
-    if configuration.units is not None or not matters:
-        yield configuration
-        return
-    for num_bytes in UNIT_BYTES:
-        yield replace(configuration, units=num_bytes)
+    for number in dict.fromkeys((configuration.replicas, *(replicas if plan.weights is SHARDED else ()))):
+        tried = replace(configuration, replicas=number)
+        has_buffers = tried.num_shards > 1 and SHARDED in (plan.weights, plan.grads)
+        for units in choices if has_buffers else choices[:1]:
+            yield replace(tried, units=units)
 
 
 def _recomputing(configuration: Configuration) -> Iterator[Configuration]:
@@ -125,12 +191,6 @@ def _until_one_fits(model: nn.Module, budget: int, configurations: Iterable[Conf
         yield candidate
         if candidate.fits:
             return
-
-
-def _order(candidate: Candidate) -> tuple[bool, int, bool, int]:
-    peak, workload = candidate.forecast.whole_peak, candidate.forecast.configuration.workload
-    recomputes = workload is not None and workload.recompute
-    return not candidate.fits, candidate.forecast.sent if candidate.fits else peak, recomputes, peak
 
 
 def in_units(num_bytes: int) -> str:

@@ -1,0 +1,201 @@
+"""What `zeroshard plan` prints: tables, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from zeroshard.cli.commands import table
+from zeroshard.planning import Candidate, Forecast
+from zeroshard.planning.fit import in_units
+
+_TABLE = ("plan", "precision", "ranks", "optimizer", "units")
+_BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
+_WITH_ACTIVATIONS = ("inputs", "activations", "in all")
+_RUN = ("recomputed", "micro-batches")
+_UNIT = ("unit", "elements", "in_full", "here", "held_in_full")
+_TIMES = ("compute", "update", "messages", "exposed", "step")
+
+
+def show(
+    forecasts: list[Forecast],
+    *,
+    as_json: bool,
+    phases: bool,
+    modules: bool,
+    machine: str | None,
+    each_unit: bool,
+    **_: Any,
+) -> None:
+    """Print one row for each forecast, and what else the options ask for."""
+    if as_json:
+        click.echo(json.dumps([_as_json(forecast, machine, each_unit) for forecast in forecasts], indent=2))
+        return
+    first = forecasts[0]
+    click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
+    columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
+    table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
+    if first.trace is not None and modules:
+        table(
+            ("module", "holds behind its forward"),
+            [(path or "the model", in_units(size)) for path, size in first.trace.modules.items()],
+        )
+    if machine is not None:
+        _show_times(forecasts, machine)
+    if each_unit:
+        rows = [(name, f"{numel:,}", *map(in_units, sizes), held) for name, numel, *sizes, held in _units_of(first)]
+        table(("unit", "elements", "in full", "here", "held in full"), rows)
+    for forecast in forecasts if phases else ():
+        click.echo(" ".join(map(str, _named(forecast)[:4])))
+        kinds = list(vars(forecast.at_rest))
+        rows = [
+            (
+                name,
+                *(in_units(getattr(phase.held, kind)) for kind in kinds),
+                *map(in_units, (phase.copies, phase.num_bytes)),
+            )
+            for name, phase in forecast.phases.items()
+        ]
+        table(("phase", *kinds, "copies", "together"), rows)
+
+
+def _units_of(forecast: Forecast) -> Iterator[tuple[str, int, int, int, str]]:
+    """For each unit its name, elements, bytes in full and on this rank, and when this rank has it in full."""
+    training = forecast.training
+    for unit in training.units:
+        in_full, here = unit.layout.numel * unit.spec.weight_dtype.itemsize, unit.held(peak=False).weights
+        when = "in its own buffer" if unit.spec.outer or unit.spec.stays else "in turns"
+        yield unit.spec.name, unit.layout.numel, in_full, here, "always" if here == in_full else when
+
+
+def _show_times(forecasts: list[Forecast], machine: str) -> None:
+    click.echo(f"seconds of a step on {machine}, by a model; nothing was measured")
+    table((*_TABLE, *_TIMES), [(*_named(forecast), *_seconds(forecast, machine)) for forecast in forecasts])
+
+
+def _seconds(forecast: Forecast, machine: str) -> Iterator[str]:
+    """The values of the columns in `_TIMES`."""
+    time = forecast.time(machine)
+    yield from (f"{part:.4f}" for part in (*vars(time).values(), time.total))
+
+
+def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine: str | None, **_: Any) -> int:
+    """Print the configurations that fit, then those that do not with the reason. Returns the exit code: 1 if nothing
+    fits."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    others = [candidate for candidate in candidates if not candidate.fits]
+    if as_json:
+        said = [
+            _as_json(one.forecast, machine) | {"fits": one.fits, "spare": one.spare, "reason": one.reason}
+            for one in candidates
+        ]
+        click.echo(json.dumps(said, indent=2))
+        return 0 if fitting else 1
+    what = _what(candidates[0].forecast)
+    click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
+    if not fitting:
+        click.echo(f"the nearest is {_in_words(others[0].forecast)}: {others[0].reason}")
+    if fitting:
+        rows = [
+            (
+                *(*_named(one), *_run(one)),
+                *map(in_units, (one.whole_peak, candidate.spare, one.sent, one.largest_message)),
+                *(() if machine is None else _seconds(one, machine)),
+            )
+            for candidate in fitting
+            for one in [candidate.forecast]
+        ]
+        times = () if machine is None else _TIMES
+        table((*_TABLE, *_RUN, "at most", "spare", "sent a step", "largest message", *times), rows)
+        if machine is not None:
+            click.echo(f"\nseconds of a step on {machine}, by a model; nothing was measured")
+    if others:
+        rows = [(*_named(c.forecast), *_run(c.forecast), c.reason) for c in others]
+        table((*_TABLE, *_RUN, "why it does not fit"), rows)
+    return 0 if fitting else 1
+
+
+def _in_words(forecast: Forecast) -> str:
+    plan, precision, mesh, optimizer, units = _named(forecast)
+    recomputed, micro_batches = " recomputed" * bool(_recomputes(forecast)), forecast.configuration.micro_batches
+    return f"{plan}, {precision}, {mesh} ranks, {optimizer}, {units} units{recomputed}, micro-batches: {micro_batches}"
+
+
+def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
+    return None if forecast.trace is None else vars(forecast.trace) | {"modules": dict(forecast.trace.modules)}
+
+
+def _named(forecast: Forecast) -> tuple[Any, ...]:
+    """The values of the columns in `_TABLE`."""
+    chosen = forecast.configuration
+    mesh = f"{chosen.replicas} x {chosen.num_shards}" if chosen.replicas > 1 else chosen.ranks
+    return chosen.placements.name, chosen.precision or "", mesh, chosen.optimizer, _units_in_words(forecast)
+
+
+def _units_in_words(forecast: Forecast) -> str:
+    units = forecast.configuration.units
+    return f"{forecast.num_units} of {in_units(units)}" if isinstance(units, int) else str(forecast.num_units)
+
+
+def _sizes(forecast: Forecast) -> Iterator[int]:
+    rest = forecast.at_rest
+    yield from (rest.weights, forecast.phases["backward"].held.grads, rest.main, rest.state + rest.scalars)
+    transient = max(phase.held.transient for phase in forecast.phases.values())
+    yield from (transient, rest.sum, forecast.peak, forecast.sent, forecast.checkpoint_bytes)
+    if forecast.trace is not None:
+        yield from (forecast.trace.inputs, forecast.trace.peak, forecast.whole_peak)
+
+
+def _what(forecast: Forecast) -> str:
+    """Says whether the bytes include activations."""
+    if forecast.trace is None:
+        return "without activations"
+    return "with activations and inputs, without what kernels allocate for themselves"
+
+
+def _run(forecast: Forecast) -> tuple[Any, ...]:
+    """The values of the columns in `_RUN`."""
+    return _recomputes(forecast), forecast.configuration.micro_batches
+
+
+def _recomputes(forecast: Forecast) -> str:
+    workload = forecast.configuration.workload
+    return "units" if workload is not None and workload.recompute else ""
+
+
+def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -> dict[str, Any]:
+    name, precision, _, optimizer, _ = _named(forecast)
+    chosen = forecast.configuration
+    return {
+        "plan": name,
+        "precision": str(precision),
+        "optimizer": str(optimizer),
+        "ranks": chosen.ranks,
+        "replicas": chosen.replicas,
+        "micro_batches": chosen.micro_batches,
+        "parameters": forecast.num_parameters,
+        "units": forecast.num_units,
+        "unit_bytes": chosen.units if isinstance(chosen.units, int) else None,
+        "phases": {
+            name: vars(phase.held) | {"copies": phase.copies, "together": phase.num_bytes}
+            for name, phase in forecast.phases.items()
+        },
+        "state": dict(forecast.state),
+        "padding": forecast.padding,
+        "padding_share": forecast.padding_share,
+        "events": [[*event, times] for event, times in forecast.events.items()],
+        "sent": forecast.sent,
+        "largest_message": forecast.largest_message,
+        "file_bytes": forecast.file_bytes,
+        "checkpoint_bytes": forecast.checkpoint_bytes,
+        "index_bytes": forecast.index_bytes,
+        "manifest_bytes": forecast.manifest_bytes,
+        "recompute": bool(_recomputes(forecast)),
+        "activations": _of_trace(forecast),
+        "whole_peak": forecast.whole_peak,
+        "seconds": None if machine is None else vars(forecast.time(machine)),
+        "each_unit": [dict(zip(_UNIT, one, strict=True)) for one in _units_of(forecast)] if each_unit else None,
+    }
