@@ -1,8 +1,10 @@
-"""The sdist and the wheel, in an environment that contains only the wheel and its requirements."""
+"""The sdist and the wheel, in an environment that contains only the wheel and its requirements; and the transcript in
+docs/install.md, from `pip install` to a trained model and a verified checkpoint."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+from tests.house.pages import transcript
 
 pytestmark = pytest.mark.long  # all of them, for one worker, as they share what is built
 
@@ -93,19 +97,24 @@ def requirements(lines: list[str], extra: str = "") -> set[str]:
     return {one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})}
 
 
-def link(name: str, site: Path, seen: set[str]) -> None:
-    """Link an installed distribution and its requirements into another environment's site-packages."""
+def link(name: str, python: Path, seen: set[str]) -> None:
+    """Link an installed distribution and its requirements into another environment, and write its commands."""
     if name in seen:
         return
     seen.add(name)
     found = distribution(name)
+    (site,) = python.parent.parent.glob("lib/python*/site-packages")
+    for entry in found.entry_points.select(group="console_scripts"):
+        script = python.parent / entry.name
+        script.write_text(f"#!{python}\nfrom {entry.module} import {entry.attr}\n{entry.attr}()\n")
+        script.chmod(0o755)
     for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
         target = Path(str(found.locate_file(top)))
         if target.exists() and not (site / top).exists():
             (site / top).symlink_to(target)
     for required in requirements(found.requires or []):
         try:
-            link(required, site, seen)
+            link(required, python, seen)
         except PackageNotFoundError:
             continue  # not installed here either, and torch runs without it
 
@@ -114,6 +123,21 @@ def metadata_of(wheel: Path) -> Parser:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode())  # type: ignore[return-value]
+
+
+def install(wheel: Path, python: Path, extra: str = "") -> None:
+    """Install the wheel without a network: what it requires is linked."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    seen: set[str] = set()
+    for name in requirements(metadata_of(wheel).get_all("Requires-Dist"), extra):
+        link(name, python, seen)
+
+
+def empty_environment(folder: Path) -> Path:
+    """The interpreter of a new environment."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder / "bin" / "python"
 
 
 def test_what_is_packed(built: tuple[Path, Path]) -> None:
@@ -143,14 +167,9 @@ def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, P
     """Training, saving and loading need torch alone, the command its requirements: it starts neither the trainer nor a
     process group, and `plan` does not even try to import what they need. `train` names the extra that it needs."""
     (tmp_path / "module.py").write_text("import torch\n\n\ndef Net():\n    return torch.nn.Linear(3, 4)\n")
-    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
-    python = tmp_path / "env" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", "--no-index", str(built[1])], check=True)
+    python = empty_environment(tmp_path / "env")
+    install(built[1], python)
     (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    seen: set[str] = set()
-    for name in requirements(metadata_of(built[1]).get_all("Requires-Dist")):
-        link(name, site, seen)
     assert not {"pydantic", "rich", "psutil"} & {path.name for path in site.iterdir()}
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -166,3 +185,73 @@ def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, P
     assert str(site) in first and first.endswith(" 1")
     script = python.parent / "zeroshard"
     assert os.access(script, os.X_OK) and script.read_text().startswith(f"#!{python}\n")
+
+
+def test_the_transcript_of_the_page(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each command prints what the page shows. Only the packages of `pip install` come from this environment."""
+    wheel, python = built[1], tmp_path / "env" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ran = []
+    for command, shown in transcript("docs/install.md"):
+        if command.startswith("python3 -m venv "):
+            empty_environment(tmp_path / "env")
+        elif command.startswith("pip wheel "):
+            assert wheel.name == "zeroshard-0.1.0-py3-none-any.whl"
+        elif command.startswith("pip install "):
+            install(wheel, python, extra="train" if command.endswith("[train]'") else "")
+        else:
+            command = command.replace("path/to/zeroshard", str(ROOT))
+            run = ["bash", "-c", command]
+            done = subprocess.run(run, cwd=tmp_path, env=environment, text=True, capture_output=True)
+            text = re.sub(r"(?=step \d+ loss)", "\n", done.stdout)  # a rank prints between another's line and its end
+            said = (text + done.stderr).splitlines()
+            problem = differs(shown, said)
+            assert not problem, f"$ {command}\n{problem}; it printed:\n" + "\n".join(said)
+            assert done.returncode == (2 if "zeroshard: error: " in done.stderr else 0), done.stderr
+            ran.append(" ".join(command.split()[:2]))
+    assert ran[2:4] == ["torchrun --nproc-per-node", "zeroshard verify"]
+    assert ran[-2:] == ["zeroshard train", "zeroshard verify"]
+
+
+VARIES = re.compile(r"(id|torch|python|manifest) [\w.+]+|peak memory \d+ MB")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def same(*lines: str) -> bool:
+    """Losses differ with the kernels, and with the version of the library whose source is the text."""
+    shown, said = (VARIES.sub(r"\1", line).replace(",", "") for line in lines)
+    numbers = zip(NUMBER.findall(shown), NUMBER.findall(said), strict=False)
+    return NUMBER.split(shown) == NUMBER.split(said) and all(
+        float(one) == pytest.approx(float(other), rel=0.05 if "." in one else 0.01) for one, other in numbers
+    )
+
+
+def differs(shown: list[str], said: list[str]) -> str:
+    """What is wrong with what a command has said. Each line that is shown is among it; no other is, unless `...` is
+    shown."""
+    left = [line for line in said if line.strip()]
+    for line in shown:
+        if line.strip() in ("", "..."):
+            continue
+        found = next((one for one in left if same(line, one)), None)
+        if found is None:
+            return f"the page shows {line!r}"
+        left.remove(found)
+    return "" if "..." in shown else "".join(f"the page does not show {line!r}" for line in left[:1])
+
+
+@pytest.mark.parametrize(
+    ("shown", "said", "problem"),
+    [
+        ("...\nloss 1.70\nloss 1.80", "W1125 text\nloss 1.801\nloss 1.699", ""),
+        ("loss 1.70", "W1125 text\nloss 1.70", "the page does not show"),
+        ("...\nloss 1.70", "loss 1.80", "the page shows 'loss 1.70'"),
+        ("...\nloss 1.70\nloss 1.70", "loss 1.70", "the page shows 'loss 1.70'"),
+        ("whole; 28 tensors, 3,403,867 bytes", "whole; 27 tensors, 3,403,867 bytes", "the page shows 'whole; 28"),
+        ("step 100, id 79fa7819, of 2 ranks", "step 100, id 0a123456, of 2 ranks", ""),
+    ],
+)
+def test_a_line_that_has_changed_is_found(shown: str, said: str, problem: str) -> None:
+    found = differs(shown.splitlines(), said.splitlines())
+    assert found.startswith(problem) and bool(found) == bool(problem)

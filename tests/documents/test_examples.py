@@ -31,12 +31,12 @@ KEPT = {
     "memory": ("at_rest",),
     "muon": ("losses",),
     "scalers": ("scales", "skipped", "losses"),
+    "train_plain": ("loss",),
+    "train_sharded": ("loss",),
 }
 """Examples that run in one start of two ranks, and the variables to look at."""
 ELSEWHERE = {
     "lora": "tests/real_models/test_finetuning.py",
-    "train_plain": "tests/house/test_documents.py",
-    "train_sharded": "tests/house/test_documents.py",
     "with_accelerate": "tests/integrations/test_with_accelerate.py",
     "with_lightning": "tests/integrations/test_with_lightning.py",
     "with_trainer": "tests/integrations/test_with_transformers.py",
@@ -97,6 +97,15 @@ def test_the_gan_finds_the_ring(found: list[dict[str, list[Any]]]) -> None:
     for of_rank in found:
         [radius] = of_rank["gan"]
         assert 0.7 < radius < 1.3
+
+
+def test_the_losses_are_those_of_the_readme(found: list[dict[str, list[Any]]]) -> None:
+    """(What one rank prints is in `tests/gpu/correct.py`.)"""
+    shown = map(float, re.findall(r"step 100 loss ([\d.]+)", (FOLDER.parent / "README.md").read_text()))
+    plain, alone, first, second = shown
+    assert alone == plain
+    of_ranks = [*(of_rank["train_plain"][0] for of_rank in found), *(of_rank["train_sharded"][0] for of_rank in found)]
+    assert of_ranks == pytest.approx([plain, plain, first, second], rel=1e-2)  # kernels differ
 
 
 def test_each_loss_has_its_scale(found: list[dict[str, list[Any]]]) -> None:

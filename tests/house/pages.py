@@ -8,7 +8,8 @@ Every block of code is run (`tests/documents/test_pages.py`), or has a line abov
 The examples of some pages (`CONTINUES`) run after the README's five lines. The examples of all other pages start in an
 empty namespace.
 
-Commands are indented lines. Each is in `COMMANDS`, with the test that runs it or the reason why none does.
+Commands are indented lines, or lines behind `$ ` in a block of `console`, which shows what they print. Each is in
+`COMMANDS`, with the test that runs it or the reason why none does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 CONTINUES = {"README.md": 2, "docs/guide.md": 2, "docs/memory.md": 2, "docs/checkpoints.md": 1}
 """The pages whose Python examples run after the README's, and on how many ranks."""
 NOT_CODE = ("text", "diff")
-"""`text` blocks show output. The only diff outside of docs/moving is the README's, which has its own tests."""
+"""`text` blocks show output without the commands. The only diff outside of docs/moving is the README's, with tests
+of its own."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ def names_of_pages(pages: list[Path]) -> list[str]:
 
 COMMANDS = {
     r"README\.md: pip install .*": "tests/cli/test_installed.py",
-    r"docs/install\.md: pip install .*": "tests/cli/test_installed.py",
-    r"(README|docs/install)\.md: (python|torchrun .*) examples/train_\w+\.py.*": "tests/house/test_documents.py",
+    r"docs/install\.md: (?!torchrun .* examples/).*": "tests/cli/test_installed.py",
+    r"(README|docs/install)\.md: (python|torchrun .*) examples/train_\w+\.py.*": "tests/documents/test_examples.py",
     r"docs/(tutorial|moving/fsdp)\.md: zeroshard .*": "tests/documents/test_pages.py",
     r"docs/will-it-fit\.md: zeroshard plan .*": "tests/documents/test_will_it_fit.py",
     r"docs/will-it-fit\.md: python benchmarks/plan_time\.py": "tests/documents/test_will_it_fit.py",
@@ -79,6 +81,13 @@ def commands(page: str) -> list[str]:
     """The indented lines that begin with a program, without comments. (`zeroshard: ...` is output.)"""
     text = re.sub(r"(?ms)^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"))
     return [line.partition(" #")[0].strip() for line in re.findall(rf"^    ({PROGRAMS}(?!:).*)$", text, re.MULTILINE)]
+
+
+def transcript(page: str) -> list[tuple[str, list[str]]]:
+    """The commands of the page's console blocks that are run, each with the lines that it prints."""
+    text = "".join(block.text for block in blocks(page, "console") if block.is_run)
+    typed = [part.splitlines() for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]]
+    return [(command, shown) for command, *shown in typed]
 
 
 def sides(diff: str) -> tuple[list[str], list[str]]:

@@ -29,6 +29,7 @@ from tests.house.pages import (
     commands,
     names_of_pages,
     sides_of_the_readmes_diff,
+    transcript,
 )
 
 
@@ -38,6 +39,9 @@ def test_every_block_is_run_or_says_why_not() -> None:
         for block in blocks(page):
             where = f"{page}: {block.text[:60]!r}"
             assert block.language, f"{where} has no language"
+            if re.search(r"^\$ ", block.text, re.MULTILINE):
+                assert block.language == "console", f"{where} shows commands: its language is console"
+                continue  # its commands are found below
             if block.language == "python" or (block.language == "diff" and page.startswith("docs/moving")):
                 assert page in run or not block.is_run, where
             elif block.language not in NOT_CODE:
@@ -49,7 +53,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 def test_every_command_is_run_or_says_why_not() -> None:
     unused = set(COMMANDS)
     for page in names_of_pages(PAGES):
-        for command in commands(page):
+        for command in [*commands(page), *(command for command, _ in transcript(page))]:
             found = [pattern for pattern in COMMANDS if re.fullmatch(pattern, f"{page}: {command}")]
             assert len(found) == 1, (
                 f"{page}: {command!r} is in {len(found)} lines of COMMANDS, see tests/house/pages.py"
@@ -67,6 +71,9 @@ def test_every_command_is_run_or_says_why_not() -> None:
         ("```\nprint()\n```\n", "has no language"),
         ("```bash\ntorchrun a.py\n```\n", "a block of bash is not run here: say why, in a mark"),
         ("<!-- not run: needs a cluster -->\n```bash\ntorchrun a.py\n```\n", ""),
+        ("```text\n$ torchrun a.py\nloss 3\n```\n", "shows commands: its language is console"),
+        ("```console\n$ torchrun a.py\nloss 3\n```\n", "is in 0 lines of COMMANDS"),
+        ("<!-- not run: needs a cluster -->\n```console\n$ torchrun a.py\nloss 3\n```\n", ""),
         ("1. A list\n\n   ```python\n   print()\n   ```\n", "a block inside of something else is not found"),
         ("Write\n\n    zeroshard train --help\n", "is in 0 lines of COMMANDS"),
         ("Write\n\n    sudo make test-hosts\n", "is in 0 lines of COMMANDS"),
@@ -95,7 +102,7 @@ def test_commands_and_their_options_exist() -> None:
     click = pytest.importorskip("click")
     main = importlib.import_module("zeroshard.cli.main").main
     for page in names_of_pages(PAGES):
-        for line in commands(page):
+        for line in [*commands(page), *(command for command, _ in transcript(page))]:
             program, *words = shlex.split(line)
             if program == "zeroshard":
                 command = main.commands[words[0]]
