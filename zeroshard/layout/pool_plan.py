@@ -1,4 +1,4 @@
-"""Plans how many pool buffers a model needs: some requests have a buffer of their own, others take turns in a few.
+"""Plans how many pool buffers a model needs: some requests have a buffer of their own, others share a few.
 
 Only arithmetic: the engine makes the buffers that are planned here (`pool.py`), and the planner counts them.
 """
