@@ -245,7 +245,7 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
         change()
         assert message in said(capsys, "report", path, code=2), message
     assert "is not the folder of a run" in said(capsys, "report", tmp_path, code=2)
-    assert "--save goes without --fit" in said(capsys, "plan", NET, "--fit", "1GB", "--save", path, code=2)
+    assert "--save: not with --fit" in said(capsys, "plan", NET, "--fit", "1GB", "--save", path, code=2)
 
 
 def test_from_a_plan_to_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
