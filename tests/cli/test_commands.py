@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
+from zeroshard.checkpoint import newest_good
 from zeroshard.cli.commands import in_words
 from zeroshard.cli.main import run
 from zeroshard.errors import AlreadyExists
@@ -101,8 +102,20 @@ def test_a_step_without_its_manifest_is_damaged(
     out, err = capsys.readouterr()
     assert out.count(": whole; ") == 2 and "step-3: damaged; " in out and "1 damaged: step-3" in err
     assert "latest names step-3, which has no manifest.json" in said(capsys, "inspect", directory, code=1)
+    for command in (["inspect", directory / "step-3"], ["verify", directory / "step-3"]):
+        assert "step-3/manifest.json does not exist, and the step cannot be read" in said(capsys, *command, code=1)
+    told = "holds no step 3 (its folder has no manifest.json); it has the steps [1, 2]"
+    assert told in said(capsys, "inspect", directory, "--step", 3, code=1)
+    assert said(capsys, "prune", directory, "--keep-last", 1, "--dry-run") == "would remove step-1\n"
+    manifest, problems = newest_good(directory)
+    assert manifest is not None and manifest.step == 2 and len(problems) == 1
+    (directory / "latest").unlink()  # as in the middle of a copy
+    assert newest_good(directory)[1] == problems
     for step in (1, 2):
         (directory / f"step-{step}" / "manifest.json").unlink()
+    for command in (["inspect", directory], ["verify", directory], ["export", directory, tmp_path / "out"]):
+        assert "holds no checkpoint: step-3 has no manifest.json" in said(capsys, *command, code=1)
+    assert len(newest_good(directory)[1]) == 3
     assert run(["verify", str(directory), "--all"]) == 1
     assert "3 damaged: step-1, step-2, step-3" in capsys.readouterr().err
     for command in (["verify", directory / "step-3", "--all"], ["prune", directory / "step-3", "--keep-last", 1]):

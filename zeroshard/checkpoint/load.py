@@ -191,13 +191,12 @@ def newest_good(directory: Path | str) -> tuple[Manifest | None, list[str]]:
     previous run). Returns its manifest (None: there is none) and the problems of the steps that were rejected. Not
     collective; needs no model."""
     directory, problems = Path(directory), []
-    known = folders.steps(directory)
+    known = folders.without_manifest(directory) | folders.steps(directory)
     latest = max(known, default=0)
     try:
         named = folders.latest(directory)
-        if named is not None and (named in known or (directory / folders.step_name(named)).is_dir()):
+        if named in known:
             latest = named  # as `folders.find` chooses
-        folders.expect_manifest_of_latest(directory, named, known)
     except CheckpointError as error:
         problems.append(str(error))
     for step in sorted(known, key=lambda step: (step > latest, -step)):

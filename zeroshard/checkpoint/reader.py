@@ -53,7 +53,10 @@ class Reader:
         with checking(folder / MANIFEST_NAME):
             if folder.is_symlink():
                 raise OSError("it is a link")
-            data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+            try:
+                data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
+            except FileNotFoundError:
+                refuse("does not exist, and the step cannot be read without it: copy the step again, or use another")
             self.manifest = formats.decode(data)
             self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):

@@ -105,9 +105,10 @@ def find(path: Path, step: int | None) -> Path:
             raise click.ClickException(f"--step {step}: {path} is one step already")
         return path
     known = folders.steps(path)
-    if not known:
+    begun = known | folders.without_manifest(path)
+    if not begun:
         raise click.ClickException(f"{path} is not a checkpoint, and contains none")
-    if step is not None and step not in known:
+    if step is not None and step not in begun:
         raise click.ClickException(f"{path} holds no step {step}; it has the steps {sorted(known)}")
     return folders.find(path, step)
 

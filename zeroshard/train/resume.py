@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import newest_good, steps
+from zeroshard.checkpoint import newest_good
 from zeroshard.train.config import ScheduleConfig, UserError
 
 KEY = "run"
@@ -45,9 +45,9 @@ def find(folder: Path, text: str, schedule: ScheduleConfig) -> Found:
     Raises:
         UserError: there is no such step; the run was trained on another text; the run has done all its steps.
     """
-    if not steps(folder):
-        raise UserError(f"nothing to resume in {folder}: expected a folder step-N")
     manifest, skipped = newest_good(folder)
+    if manifest is None and not skipped:
+        raise UserError(f"nothing to resume in {folder}: expected a folder step-N")
     if manifest is None:
         raise UserError(f"no good step in {folder}: {'; '.join(skipped)}")
     try:
