@@ -35,6 +35,7 @@ from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.planned import configuration_of, language_of
 from zeroshard.train.resume import Found, Position
 from zeroshard.train.run import learning_rate_factor
+from zeroshard.train.tokenizer import train_tokenizer
 
 TINY = {
     "model.layers": 1,
@@ -476,10 +477,13 @@ def interrupted_rank(rank: int, config: Config) -> Outcome:
     return outcome
 
 
-def test_signals_to_one_rank_save_and_stop_all_after_the_step(plain: Path, shared_text: Path, tmp_path: Path) -> None:
-    outcomes = run_ranks(interrupted_rank, 2, tiny(shared_text, tmp_path / "run"))
+def test_signals_to_one_rank_save_and_stop_all_after_the_step(
+    plain: Path, shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = run_ranks(interrupted_rank, 2, tiny(shared_text, tmp_path / "a run"))
     assert [outcome.step for outcome in outcomes] == [3, 3]
-    assert losses(tmp_path / "run") == losses(plain)
+    assert losses(tmp_path / "a run") == losses(plain)
+    assert f"continue with: zeroshard train --resume '{tmp_path}/a run'\n" in capfd.readouterr().out
 
 
 def damage(step: Path) -> None:
@@ -502,12 +506,17 @@ def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp
     damaged = copy_until(5, plain, tmp_path / "damaged")
     for step in steps(damaged).values():
         damage(step)
+    copy_until(3, plain, tmp_path / "a run")
     (tmp_path / "other.txt").write_text("other text " * 5000)
+    train_tokenizer([b"a tokenizer that the saved run has not used"], 260).save(str(tmp_path / "tokenizer.json"))
+    other_tokens = tiny(shared_text, tmp_path / "x", data__tokenizer=str(tmp_path / "tokenizer.json"))
     cases: list[tuple[Config, Path | None, str]] = [
         (tiny(tmp_path / "absent", tmp_path / "x"), None, "no text at"),
         (tiny(shared_text, tmp_path / "run"), None, "already holds a run: continue it with --resume"),
         (tiny(shared_text, tmp_path / "x"), tmp_path / "absent", "nothing to resume in"),
-        (tiny(tmp_path / "other.txt", tmp_path / "x"), tmp_path / "run", "the text is not the one"),
+        (tiny(shared_text, tmp_path / "a run"), None, f"continue it with --resume '{tmp_path}/a run'"),
+        (tiny(tmp_path / "other.txt", tmp_path / "x"), tmp_path / "run", "the text, or its tokenizer, is not the one"),
+        (other_tokens, tmp_path / "run", "pass the same --data, --data.tokenizer, "),
         (
             tiny(shared_text, tmp_path / "x", model__layers=2),
             tmp_path / "run",

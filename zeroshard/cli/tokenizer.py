@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -36,4 +37,4 @@ def tokenizer(out: Path, data: str, column: str, vocabulary: int, force: bool) -
         raise click.ClickException(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(made.to_str(pretty=True), encoding="utf-8")
-    click.echo(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {out}")
+    click.echo(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -348,7 +349,8 @@ def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
     if skipped := step - run.scheduler.last_epoch:
         tell(console, f"{skipped} of {step} steps were skipped: a gradient overflowed at the loss scale of the time")
     if not is_complete:
-        tell(console, f"stopped after step {step} and saved; continue with: zeroshard train --resume {run.folder}")
+        command = f"zeroshard train --resume {quote(str(run.folder))}"
+        tell(console, f"stopped after step {step} and saved; continue with: {command}")
         return
     tell(console, f"saved in {run.folder}, with {METRICS}")
     if run.language.hf_config is not None:

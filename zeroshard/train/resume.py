@@ -43,7 +43,8 @@ def find(folder: Path, text: str, schedule: ScheduleConfig) -> Found:
     """The newest undamaged step of a run; all its bytes are verified. Reads every file, so only one rank calls it.
 
     Raises:
-        UserError: there is no such step; the run was trained on another text; the run has done all its steps.
+        UserError: there is no such step; the run was trained on another text, or on other tokens; the run has done all
+            its steps.
     """
     manifest, skipped = newest_good(folder)
     if manifest is None and not skipped:
@@ -57,8 +58,9 @@ def find(folder: Path, text: str, schedule: ScheduleConfig) -> Found:
         raise UserError(f"{folder} holds checkpoints that the trainer did not write") from None
     if position.text != text:
         raise UserError(
-            f"the text is not the one that the saved run read: expected digest {position.text}, found {text}; "
-            "pass the same --data"
+            "the text, or its tokenizer, is not the one of the saved run: expected digest "
+            f"{position.text}, found {text}; pass the same --data, --data.tokenizer, --data.end_of_text and "
+            "--data.validation_share, with the same files"
         )
     if manifest.step >= schedule.steps:
         raise UserError(

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import nn
@@ -229,7 +230,8 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
     folder = Path(config.run.out or default_folder())
     lived_in = (folder / METRICS).exists() or bool(zeroshard.checkpoint.steps(folder))
     if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
-        raise UserError(f"{folder} already holds a run: continue it with --resume {folder}, or choose another --out")
+        same = f"continue it with --resume {quote(str(folder))}, or choose another --out"
+        raise UserError(f"{folder} already holds a run: {same}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write(config, folder / "config.toml")
