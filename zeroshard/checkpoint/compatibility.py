@@ -137,7 +137,10 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
     if mine != [group["params"] for group in groups] and {*class_of} == {
         name for of_group in mine for name in of_group
     }:
-        result.unexpected.append("param groups that are divided in another way")
+        result.unexpected.append(
+            "param groups that are divided in another way (divide them as they were saved; or pass strict=False, which "
+            "loads the state of each parameter, and leaves the hyper-parameters of those groups as they are here)"
+        )
     for of_group, of_class in zip(mine, optimizer.groups.classes.of_groups, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(_of_another_class(other, of_class) for other in sorted(others))
