@@ -164,6 +164,11 @@ class Gatherer:
                     "(zero2), or units= a number of bytes that the whole model fits into"
                 )
 
+    def guard(self) -> None:
+        """A backward begins that adds to no gradients: no gradient hook will notice that weights are not here."""
+        for unit in self.units:
+            unit.weights.guard()
+
     def end_backward(self) -> None:
         self._protected = ()
         for unit in self.units:

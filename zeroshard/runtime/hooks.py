@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.model.absent import NOT_COPIED, NOT_PICKLED, as_tensors
@@ -148,7 +149,7 @@ class Around:
         self._handles = (
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after, always_call=True, with_kwargs=True),
         )
         self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
@@ -181,6 +182,10 @@ class Entry:
     def of(cls, inputs: Any) -> Self:
         return cls(torch._C._autograd._get_sequence_nr(), frozenset(_made_by(t) for t in _differentiable(inputs)))
 
+    def has_advanced(self) -> bool:
+        """Whether any node has been made since."""
+        return torch._C._autograd._get_sequence_nr() > self.next_node
+
     def has_made(self, output: Tensor) -> bool:
         # [Note: who made an output]
         # A skipped block returns its input. A gather for that output could take over the pool buffer of the unit that
@@ -189,6 +194,25 @@ class Entry:
         # may have lower numbers.
         node = _made_by(output)
         return node not in self.given and node._sequence_nr() >= self.next_node
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a call of a module has returned, and where else it may have left results."""
+
+    module: nn.Module
+    inputs: Any
+    output: Any
+
+    def elsewhere(self) -> list[Tensor]:
+        """Results in the inputs (a list that they are appended to), and in attributes of the module."""
+        attributes = [vars(module) for module in self.module.modules()]
+        own = [value for names in attributes for name, value in names.items() if name not in _OF_TORCH]
+        leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]  # not into the user's objects
+        return [*_differentiable(self.inputs), *_differentiable(leaves)]
+
+
+_OF_TORCH = vars(nn.Module()).keys()
 
 
 class Schedule(NotCopied):
@@ -293,7 +317,7 @@ class Schedule(NotCopied):
             try:
                 output = cast(method(*cast(args, casts.into), **cast(kwargs, casts.into)), casts.out)
             finally:
-                after(module, args, output)
+                after(module, args, kwargs, output)
             return output
 
         setattr(module, name, wrapper)
@@ -361,7 +385,7 @@ class Schedule(NotCopied):
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
-    def after_module(self, needed: Needed, output: Any, *, transformed: bool = False) -> None:
+    def after_module(self, needed: Needed, results: Results, *, transformed: bool = False) -> None:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
         units again when it reaches these. See [Note: who made an output]. `transformed`: a transform is active, which
         runs its own backward at once."""
@@ -369,7 +393,7 @@ class Schedule(NotCopied):
         if (end := self._running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
         needed.end()
-        self._running.returned(units, output)
+        self._running.returned(units, results.output)
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
         if not free and not in_scope:
@@ -390,10 +414,21 @@ class Schedule(NotCopied):
                 self._visits.clear()
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around) for unit in in_scope)]
-        for leaf in _differentiable(output):
+        hooked = self._hook(_differentiable(results.output), visits, entries)
+        if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
+            self._hook(results.elsewhere(), [visit for visit in visits if visit not in hooked], entries)
+
+    def _hook(
+        self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
+    ) -> set[Visit]:
+        """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
+        hooked: set[Visit] = set()
+        for leaf in leaves:
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
+                hooked.update(made)
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+        return hooked
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
@@ -481,6 +516,8 @@ class Schedule(NotCopied):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
+                if not accumulates:
+                    self.gatherer.guard()
         if accumulates and not self.accumulates:
             self.accumulates = True
             self.reducer.begin_backward()
@@ -550,14 +587,15 @@ def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any
     return hook
 
 
-def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any], None]:
+def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any, Any], None]:
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        results = Results(module, (args, kwargs), output)
         if not under_transform():
-            schedule.after_module(needed, output)
+            schedule.after_module(needed, results)
             return
         with outside_transforms():
-            schedule.after_module(needed, output, transformed=True)
+            schedule.after_module(needed, results, transformed=True)
 
     return hook
 
@@ -594,9 +632,9 @@ def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> 
     return hook
 
 
-def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any, Any], None]:
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         with outside_transforms():  # they are still shown if the module has raised before it called the submodule
             schedule.gatherer.put_away(units)
 

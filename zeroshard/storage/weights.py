@@ -15,6 +15,11 @@ must always gather into the same storage: the tensors that forward has saved the
 backward reads them. Autograd does not notice another storage, or other values in it: a parameter that was pointed to a
 view by `p.data = view` has its own version counter, which writes to the buffer do not change. (FSDP2 resizes storages
 for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.)
+
+[Note: versions of weights that are gone] A backward may come to a unit that no hook has gathered: its forward has left
+the result where no hook finds it. For a trained parameter, its gradient hook notices that. A frozen one has none, and
+the gradients of the units before would be wrong without an error. So while its values are gone, its version counter
+is another one: autograd compares the version of each saved tensor before it reads it, and raises.
 """
 
 from __future__ import annotations
@@ -73,6 +78,7 @@ class Weights:
         self.shown = False
         self._versions: list[int] = []  # of the parameters when they were last shown in a borrowed buffer
         self._was_compared = False
+        self._versions_here: tuple[int, ...] | None = None  # while guarded: the versions of the parameters before
 
     @property
     def state(self) -> Residency:
@@ -136,18 +142,20 @@ class Weights:
     def arrive(self, *, stale: bool = False) -> None:
         """GATHERING -> RESIDENT; no effect on RESIDENT weights. `stale`: the weights will not be used."""
         state = self.state
-        if state is Residency.RESIDENT:
-            return
-        if state is not Residency.GATHERING:
+        if state is Residency.SHARDED:
             self._refuse("wait for", Residency.GATHERING)
         try:
-            self.buffer.arrive(stale=stale)
+            if state is Residency.GATHERING:
+                self.buffer.arrive(stale=stale)
         except RuntimeError as error:
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
             )
             raise
+        if self._versions_here is not None and not stale:
+            torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions_here)
+            self._versions_here = None
 
     def drop(self, *, forget: bool = False) -> None:
         """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid."""
@@ -158,6 +166,19 @@ class Weights:
         self.hide()
         self.buffer.detach(forget=forget)
         self.buffer.become(SHARDED)
+        with as_tensors():
+            hooked = all(parameter.requires_grad for parameter in self._parameters)
+        if not hooked:
+            self.guard()
+
+    def guard(self) -> None:
+        """Let autograd raise if it reads borrowed weights while they are gone ([Note: versions of weights that are
+        gone])."""
+        if self.buffer.borrows and self._versions_here is None and self.state is Residency.SHARDED:
+            with as_tensors():
+                self._versions_here = tuple([parameter._version for parameter in self._parameters])
+            others = tuple([version + 1 for version in self._versions_here])
+            torch._C._autograd._unsafe_set_version_counter(self._parameters, others)
 
     def rest(self) -> None:
         """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
@@ -281,7 +302,8 @@ class Weights:
             raise InvalidState(
                 f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
                 "outside of a forward (inside `with handle.unsharded():`), or a step came before this backward: run "
-                "the backward inside the same block, and before the step"
+                "the backward inside the same block, and before the step. Or the loss uses a value from inside of unit "
+                f"{self._unit} that its modules' forward does not return (nor leave in attributes or inputs): return it"
             )
 
     @property

@@ -1,0 +1,176 @@
+"""Modules that leave their result elsewhere than in what forward returns.
+
+Backward gathers a unit when it reaches what the unit has made. For a unit that returned None, ZeRO-3 found nothing to
+hook. If the unit was frozen, no gradient hook noticed that its values were gone: the gradients of the units before it
+were wrong, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS, Job, beside_one_process, same_bits, train, train_reference, travelling
+from tests.together import on_ranks
+from zeroshard.testing import run_ranks
+
+WIDTH, BLOCKS = 8, 6
+
+
+@dataclass
+class Result:
+    value: Tensor
+
+
+class Nested:
+    def __init__(self, value: Tensor) -> None:
+        self.inner = [Result(value)]
+
+
+class Block(nn.Module):
+    """`how`: where the result is left."""
+
+    def __init__(self, how: str, shared: list[Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.how, self.shared = how, shared
+        self.last: Any = None
+
+    def forward(self, x: Tensor, into: list[Tensor]) -> Any:
+        value = torch.tanh(self.second(torch.tanh(self.first(x))))
+        if self.how == "object":
+            return Nested(value)
+        if self.how == "function":
+            return lambda: value
+        if self.how == "attribute":
+            self.last = value
+            return value.detach().sum()
+        (into if self.how == "input" else self.shared).append(value)
+        return None if self.how == "input" else x
+
+    def result(self, x: Tensor) -> Tensor:
+        into: list[Tensor] = []
+        returned = self(x, into)
+        if self.how == "object":
+            return returned.inner[0].value
+        if self.how == "function":
+            return returned()
+        return self.last if self.how == "attribute" else (into if self.how == "input" else self.shared).pop()
+
+
+class Model(nn.Module):
+    """The results of frozen blocks go through a trained layer to the next one."""
+
+    def __init__(self, how: str, *, frozen: bool) -> None:
+        super().__init__()
+        shared: list[Tensor] = []
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(how, shared).requires_grad_(not frozen) for _ in range(BLOCKS))
+        self.between = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block, layer in zip(self.blocks, self.between, strict=True):
+            x = layer(block.result(x))
+        return x
+
+
+FOUND = [(how, frozen) for how in ("object", "attribute", "input", "list") for frozen in (True, False)]
+
+
+UNITS = (Block, nn.Sequential)
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * step))
+
+
+def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    out: Tensor = model(data(rank, step))
+    return out.square().mean()
+
+
+def job(how: str, frozen: bool) -> Job:
+    model: Callable[[], nn.Module] = partial(Model, how, frozen=frozen)
+    return Job(model=model, units=UNITS, loss_of=loss_of)
+
+
+def test_gradients_go_through_results_that_forward_does_not_return() -> None:
+    """Without shared memory, where values that are gone are overwritten by those of other units."""
+
+    def of_rank(rank: int) -> Any:
+        with travelling("pairwise"):
+            return {case: [train(job(*case), plan, rank) for plan in PLANS] for case in FOUND}
+
+    truth, ranks = beside_one_process(lambda: {case: train_reference(job(*case), 2) for case in FOUND}, of_rank, 2)
+    for case in FOUND:
+        for outcome, of_rank_found in zip(truth[case], ranks, strict=True):
+            for plan, found in zip(PLANS, of_rank_found[case], strict=True):
+                assert found.losses == outcome.losses, (case, plan)
+                assert same_bits(found.weights, outcome.weights), (case, plan)
+
+
+GONE = "modified by an inplace operation"
+
+
+@on_ranks(2)
+def test_what_cannot_be_found_raises(rank: int) -> None:
+    """A frozen unit raises by autograd's comparison of versions, a trained one in its gradient hook."""
+    for frozen, said in ((True, GONE), (False, "that its modules' forward does not return")):
+        model = Model("function", frozen=frozen)
+        zeroshard.shard(model, "zero3", units=UNITS)
+        with pytest.raises(RuntimeError, match=said):
+            model(data(rank, 0)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_gradient_of_the_input_alone_raises_as_well(rank: int) -> None:
+    """No gradient hook runs in `torch.autograd.grad`, so versions are compared in trained units, too."""
+    model = Model("function", frozen=False)
+    zeroshard.shard(model, "zero3", units=UNITS)
+    x = data(rank, 0).requires_grad_()
+    with pytest.raises(RuntimeError, match=GONE):
+        torch.autograd.grad(model(x).sum(), x)
+
+
+@on_ranks(2)
+def test_versions_are_as_before_where_values_are_here(rank: int) -> None:
+    """Also where weights are written."""
+    model = Model("object", frozen=True)
+    handle = zeroshard.shard(model, "zero3", units=UNITS)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    frozen = model.blocks[0].first.weight
+    with handle.unsharded():
+        before = frozen._version
+    for step in range(2):
+        optimizer.backward(loss_of(model, rank, 0, step, 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    with handle.unsharded(write=True), torch.no_grad():
+        assert frozen._version == before
+        frozen.mul_(2)
+    with handle.unsharded():
+        assert frozen._version == before + 1
+
+
+def test_the_error_depends_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them, gradients are wrong and nothing is said."""
+
+    def gradient(rank: int, how: str) -> Tensor:
+        with travelling("pairwise"):
+            torch.manual_seed(0)
+            model = Model(how, frozen=True)
+            handle = zeroshard.shard(model, "zero3", units=UNITS)
+            model(data(rank, 0)).square().mean().backward()
+            return handle.gradient("before.weight")
+
+    monkeypatch.setattr("zeroshard.storage.weights.Weights.guard", lambda self: None)
+    right, wrong = (run_ranks(gradient, 2, how)[0] for how in ("object", "function"))
+    assert not torch.allclose(right, wrong)
