@@ -400,6 +400,8 @@ class Schedule(NotCopied):
             return
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
+            if not self._visits:  # else the casts are those of a forward that backward will come to
+                self._forget_autocasts()
             for unit in free:
                 self._without_graph[unit].append(self._visits[-1] if self._visits else None)
             return
@@ -429,6 +431,14 @@ class Schedule(NotCopied):
                 hooked.update(made)
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
         return hooked
+
+    def _forget_autocasts(self) -> None:
+        """Let autocast cast weights anew."""
+        # Until its block ends, autocast keeps the cast of a weight together with the cast's node. A later forward would
+        # use that node, which is older than all nodes of that forward, so backward comes to it last: its unit would
+        # not be here any more. (After a step, the cast would also have the values from before, as in plain torch.)
+        if torch.is_autocast_enabled(self.gatherer.collectives.device.type):
+            torch.clear_autocast_cache()
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
@@ -545,6 +555,7 @@ class Schedule(NotCopied):
     def _end_backward(self) -> None:
         self._backward = None
         self._running.end_backward()
+        self._forget_autocasts()
         try:
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
