@@ -7,6 +7,10 @@ stream; `wait` is an event. Order is kept by the vector clocks of torch's CUDA s
 That sanitizer compares addresses of tensors. Here byte intervals of storages are compared, as most tensors of the
 engine are parts of a few large storages.
 
+Memory is freed as by the caching allocator of CUDA: on the host, at once, and only the stream on which it was allocated
+gets it again. That stream may write to it before another stream, for which it has not waited, has read it. A work of
+NCCL keeps its tensors until somebody waits for it, on whatever stream (`Waited`).
+
 Use it in a dry run: the order of accesses on one rank does not depend on the values.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from zeroshard.comm import native_transport
 from zeroshard.layout.sums import in_shards
 from zeroshard.model.absent import as_tensors
+from zeroshard.storage import pool
 
 MAIN = 0
 
@@ -44,11 +50,26 @@ class Access(NamedTuple):
     what: str
 
 
+@dataclass
+class Memory:
+    """The memory of a storage.
+
+    Attributes:
+        ref: weak, and keeps another storage from getting the same key.
+        stream: where it was allocated.
+    """
+
+    ref: StorageWeakRef
+    stream: int
+    accesses: list[Access] = field(default_factory=list)
+
+
 class Streams(TorchDispatchMode):
     """Records what each operation reads and writes.
 
     Attributes:
-        races: one line for each pair of accesses that conflict, and that nothing orders.
+        races: one line for each pair of accesses that conflict, and that nothing orders; a new use of freed memory is a
+            write.
         num_collectives: how many were issued.
         current: the stream of operations.
         waits: how often stream MAIN has waited for a collective, or for an event of a `Side`.
@@ -64,11 +85,14 @@ class Streams(TorchDispatchMode):
         self._order = StreamSynchronizations()
         self._number = 0
         self._streams: dict[Any, int] = {}
-        # By storage. The weak reference keeps another storage from getting the same key.
-        self._accesses: dict[int, tuple[StorageWeakRef, list[Access]]] = {}
+        self._memory: dict[int, Memory] = {}  # by storage
+        self._elsewhere: set[int] = set()  # storages that another stream has used than the one that allocated them
+        self._freed: list[tuple[int, list[Access]]] = []  # of these, when freed: stream, and what others may still do
+        self._kept: list[list[Tensor]] = []  # tensors of collectives that nobody has waited for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._look_for_freed()
         result = func(*args, **kwargs)
         if func.namespace != "c10d":  # a collective: `issue` records it
             self.run(self.current, str(func), *_accessed(func, args, kwargs, result))
@@ -84,11 +108,20 @@ class Streams(TorchDispatchMode):
                     storage, (start, stop) = tensor.untyped_storage(), _bytes_of(tensor)
                 self._access(storage, Access(start, stop, is_write, stream, self._number, what))
 
-    def resize(self, storage: torch.UntypedStorage) -> None:
-        """The memory of a storage is freed or replaced: as if all of it were written."""
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """The memory of a storage is freed or replaced: as if all of it were written. The new memory is allocated on
+        the current stream."""
+        self._look_for_freed()
         self._number += 1
         self._order.update_seq_num(self.current, self._number)
-        self._access(storage, Access(0, max(storage.nbytes(), 1), True, self.current, self._number, "resize_"))
+        new = Access(0, max(storage.nbytes(), 1), True, self.current, self._number, "resize_")
+        self._access(storage, new)
+        before = self._memory.pop(storage._cdata)
+        self._elsewhere.discard(storage._cdata)
+        self._free(before)
+        self._memory[storage._cdata] = Memory(before.ref, self.current, [new])
+        if num_bytes:
+            self._use_freed(new)
 
     def issue(self, group: Any, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Any) -> Waited:
         """A collective on the stream of its group."""
@@ -96,8 +129,14 @@ class Streams(TorchDispatchMode):
         stream = self.stream_of(group)
         self.record(self.current)(stream)
         self.run(stream, what, reads, writes)
-        wait = self.record(stream)
-        return Waited(work, lambda: wait(self.current))
+        wait, kept = self.record(stream), [*reads, *writes]
+        self._kept.append(kept)  # torch keeps what nobody waits for until it is over
+
+        def wait_and_drop() -> None:
+            wait(self.current)
+            kept.clear()
+
+        return Waited(work, wait_and_drop)
 
     def stream_of(self, key: Any) -> int:
         return self._streams.setdefault(key, len(self._streams) + 1)
@@ -109,30 +148,56 @@ class Streams(TorchDispatchMode):
         self._order.record_state(event, stream)
 
         def wait(by: int) -> None:
+            self._look_for_freed()
             self.waits += by == MAIN
             self._order.stream_wait_for_event(by, event)
 
         return wait
 
     def _access(self, storage: torch.UntypedStorage, new: Access) -> None:
-        ref, known = self._accesses.setdefault(storage._cdata, (StorageWeakRef(storage), []))
-        if ref.expired():
-            ref, known = self._accesses[storage._cdata] = StorageWeakRef(storage), []
+        key = storage._cdata
+        memory = self._memory.get(key)
+        if memory is None or memory.ref.expired():
+            memory = self._memory[key] = Memory(StorageWeakRef(storage), self.current)
+            self._use_freed(new)
+        if new.stream != memory.stream:
+            self._elsewhere.add(key)
         kept = []
-        for old in known:
+        for old in memory.accesses:
             overlap = old.start < new.stop and new.start < old.stop
-            is_ordered = self._order.is_ordered_after(new.stream, old.number, old.stream)
-            if overlap and (old.is_write or new.is_write) and not is_ordered:
+            if overlap and (old.is_write or new.is_write) and not self._is_known_to(new.stream, old):
                 self.races.append(f"{_in_words(new)}, and {_in_words(old)}, which is not waited for")
             # What is ordered after this access is ordered after those that it replaces.
             is_replaced = new.is_write or (not old.is_write and old.stream == new.stream)
             if not (is_replaced and new.start <= old.start and old.stop <= new.stop):
                 kept.append(old)
-        known[:] = [*kept, new]
+        memory.accesses[:] = [*kept, new]
+
+    def _is_known_to(self, stream: int, access: Access) -> bool:
+        return self._order.is_ordered_after(stream, access.number, access.stream)
+
+    def _look_for_freed(self) -> None:
+        """Find the storages that have been freed since the last call."""
+        for key in [key for key in self._elsewhere if self._memory[key].ref.expired()]:
+            self._elsewhere.discard(key)
+            self._free(self._memory.pop(key))
+
+    def _free(self, memory: Memory) -> None:
+        """The stream that has allocated memory may get it again."""
+        in_flight = [access for access in memory.accesses if not self._is_known_to(memory.stream, access)]
+        if in_flight:
+            self._freed.append((memory.stream, in_flight))
+
+    def _use_freed(self, new: Access) -> None:
+        """The current stream allocates memory: it may be any that it has freed."""
+        mine = [accesses for stream, accesses in self._freed if stream == self.current]
+        self._freed = [(stream, accesses) for stream, accesses in self._freed if stream != self.current]
+        for old in (access for accesses in mine for access in accesses if not self._is_known_to(self.current, access)):
+            self.races.append(f"{new.what} may get freed memory: {_in_words(old)}, which is not waited for")
 
 
 class Waited:
-    """A work of torch, with the event of its end."""
+    """A work of torch, with the event of its end. (NCCL's keeps its tensors until the first wait, by any stream.)"""
 
     def __init__(self, work: Any, event: Callable[[], None]) -> None:
         self._work, self._event = work, event
@@ -171,7 +236,8 @@ class Side:
 
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
-    """Inside, the collectives of the native transport run on streams of their own."""
+    """Inside, the collectives of the native transport run on streams of their own, and pool buffers are freed in every
+    step, as on an accelerator."""
     streams = Streams()
     # Their outputs, into which torch 2.11's fake backend writes nothing, become 0: what is there may not be finite.
     left_alone = (dist.all_to_all_single, native_transport._reduce_scatter)
@@ -197,7 +263,7 @@ def simulated_streams() -> Iterator[Streams]:
     resize = torch.UntypedStorage.resize_
 
     def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
-        streams.resize(storage)
+        streams.resize(storage, size)
         return resize(storage, size)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -205,6 +271,7 @@ def simulated_streams() -> Iterator[Streams]:
         patch.setattr(native_transport, "_all_gather", on_stream(native_transport._all_gather, _of_gather))
         patch.setattr(native_transport, "_reduce_scatter", on_stream(native_transport._reduce_scatter, _of_reduce))
         patch.setattr(torch.UntypedStorage, "resize_", resize_and_record)
+        patch.setattr(pool, "kept", lambda sizes: [False for _ in sizes])
         with streams:
             yield streams
 

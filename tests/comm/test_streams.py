@@ -1,5 +1,6 @@
-"""No operation of the engine touches bytes that a collective in flight reads or writes: gathers, reductions, the taking
-over of pool buffers, scratch, parking, and what a checkpoint copies. The detector finds each wait that is removed.
+"""No operation of the engine touches bytes that a collective in flight reads or writes, and none gets memory that was
+freed meanwhile: gathers, reductions, the taking over of pool buffers, scratch, parking, and what a checkpoint copies.
+The detector finds each wait that is removed.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.streams import Side, Streams, simulated_streams
 from zeroshard.checkpoint.contents import model_items, optimizer_items
 from zeroshard.comm import native_transport
 from zeroshard.comm.pending import Pending
+from zeroshard.optim.lamb import Lamb
 from zeroshard.planning import dry_run
 from zeroshard.precision import MixedPrecision
 from zeroshard.step import ahead
@@ -33,13 +36,47 @@ PRECISIONS: dict[str, Any] = {
     "wide wire": MixedPrecision(grad=torch.bfloat16, reduce=torch.float32),
 }
 MESHES = ((3, 1), (4, 2), (2, 2))  # ranks, replicas
+
+
+def by_hand(handle: Any, optimizer: Any) -> None:
+    for parameter in handle.trainable_parameters():
+        parameter.grad = torch.zeros(parameter.shape, dtype=parameter.grad_dtype)
+    optimizer.step()
+
+
+def gradients(handle: Any, optimizer: Any) -> None:
+    optimizer.backward(loss_of_tokens(handle.model, 1, 0, 4))
+    handle.set_gradient("blocks.1.norm.weight", handle.gradient("blocks.1.norm.weight"))
+    optimizer.step()
+
+
+def written(handle: Any, optimizer: Any) -> None:
+    with handle.unsharded(write=True), torch.no_grad():
+        for parameter in handle.trainable_parameters():
+            parameter.mul_(0.5)
+
+
 FOLLOWS: dict[str, Callable[[Any, Any], object]] = {
     "weights": lambda handle, optimizer: handle.full_state_dict(),
     "parked": lambda handle, optimizer: (handle.park(), handle.unpark()),
-    "state": lambda handle, optimizer: optimizer.state_dict(),
+    "state": lambda handle, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "loaded": lambda handle, optimizer: handle.load_full_state_dict(handle.full_state_dict()),
+    "by hand": by_hand,
+    "gradients": gradients,
+    "written": written,
 }
 """What follows a step while its gathers may be in flight."""
-CASES = grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True), FOLLOWS)
+
+
+class Whole(Lamb):
+    """Steps whole parameters on their owners."""
+
+    def __init__(self, parameters: Any, fused: bool | None = None) -> None:
+        super().__init__(parameters)
+
+
+CLASSES = (torch.optim.AdamW, Whole)
+CASES = grid(PLANS, PRECISIONS, MESHES, (False, True), (False, True), FOLLOWS, CLASSES)
 
 
 def train(
@@ -49,6 +86,8 @@ def train(
     frozen: bool,
     chained: bool,
     follow: str = "weights",
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    *,
     side: Callable[..., Any] = Side,
     steps: int = 2,
     fused: bool | None = None,
@@ -69,7 +108,7 @@ def train(
         handle = zeroshard.shard(model, plan, units=Block, precision=PRECISIONS[precision], mesh=device_mesh)
         handle.engine.collectives.beside = side(streams) if chained else None
         optimizer = zeroshard.ShardedOptimizer(
-            handle, torch.optim.AdamW, non_finite="ignore", loss_scale=1.0, fused=fused
+            handle, optimizer_class, non_finite="ignore", loss_scale=1.0, fused=fused
         )
         for step in range(steps):
             with handle.no_sync():
@@ -230,6 +269,79 @@ def test_a_write_to_what_a_gather_reads_is_found(monkeypatch: pytest.MonkeyPatch
                 patch.setattr(Weights, "gather", fault)
                 races = train(plan, "fp32", (3, 1), False, False).races
             assert any(race.startswith(words) for race in races), races[:3]
+
+    alone(check)
+
+
+class Unawaited(Side):
+    def event(self) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_a_bucket_that_is_freed_while_a_side_stream_reads_it_is_found() -> None:
+    """The side stream has waited for the reduction, so torch no longer keeps the bucket. It must not be given back
+    before the current stream has waited, too. Nothing else races then."""
+
+    def check() -> None:
+        for plan in PLANS[2:]:
+            races = train(plan, "fp32", (4, 2), False, True, side=Unawaited).races
+            assert races and all("may get freed memory: reduce_scatter" in race for race in races), plan
+
+    alone(check)
+
+
+def test_memory_is_freed_as_by_the_allocator_of_cuda() -> None:
+    def check() -> None:
+        with dry_run(2), simulated_streams() as streams:
+            side = Side(streams)
+
+            def gather() -> Any:
+                full = torch.zeros(4)
+                return native_transport._all_gather(full, full[:2], group=dist.group.WORLD, async_op=True)
+
+            # Whoever allocates without having waited may get what another stream has waited for and let go.
+            for waits, num_races in ((False, 2), (True, 0)):
+                work, before = gather(), len(streams.races)
+                torch.zeros(1)
+                assert len(streams.races) == before  # the work keeps its tensors
+                with side.inside():
+                    work.wait()
+                    torch.zeros(1)
+                if waits:
+                    side.event().wait()
+                torch.zeros(1)
+                torch.zeros(1)  # it is told once
+                assert len(streams.races) == before + num_races
+
+            # Memory of the side stream goes back to that one.
+            for begins in (True, False):
+                before, side = len(streams.races), Side(streams, begins)
+                with side.inside():
+                    there = torch.zeros(1)
+                side.event().wait()
+                there.clone()
+                del there
+                torch.zeros(1)
+                assert len(streams.races) == before
+                with side.inside():
+                    torch.zeros(1)
+                assert len(streams.races) == before + (not begins)
+
+            # A storage that is emptied and filled belongs to the stream that has filled it.
+            there, before, side = torch.zeros(1), len(streams.races), Side(streams)
+            there.untyped_storage().resize_(0)
+            with side.inside():
+                there.untyped_storage().resize_(4)
+                there.zero_()
+            side.event().wait()
+            there.clone()
+            del there
+            torch.zeros(1)
+            assert len(streams.races) == before
+            side._begins = False
+            with side.inside():
+                torch.zeros(1)
+            assert len(streams.races) == before + 1
 
     alone(check)
 
