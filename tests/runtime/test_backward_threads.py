@@ -20,6 +20,7 @@ from tests.backward_threads import backward_on_threads
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Job, Net, Outcome, plans_of, same_bits, train, train_reference
 from tests.model.test_graphs import Skips, one_loss
+from zeroshard.model import units
 from zeroshard.placement import Plan
 from zeroshard.runtime.hooks import Entry, _made_by
 from zeroshard.testing import RankError, run_ranks
@@ -81,11 +82,34 @@ class Passes(Net):
         return self.head(self.norm(x + first["x"]))
 
 
+class Reads(Net):
+    """Reads the weights of two modules that it does not call."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = nn.functional.embedding(tokens, self.embed.weight)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(self.norm(x), self.head.weight)
+
+
+def recomputed(model: nn.Module, *place: int) -> Tensor:
+    """The loss of a model that a reentrant checkpoint calls again in backward."""
+    anchor = torch.ones(1, requires_grad=True)
+
+    def call(tokens: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda tokens, anchor: model(tokens), tokens, anchor, use_reentrant=True)
+        return output
+
+    return one_loss(call, *place)
+
+
+PARTS = "root parts that are read"
 JOBS: dict[str, Job] = {
     "segments": Job(model=Segments, loss_of=one_loss, micro_batches=2),
     "skipped blocks": Job(model=SkipsCheckpointed, loss_of=one_loss, steps=4, micro_batches=2),
     "skipped blocks, reentrant": Job(model=SkipsReentrant, loss_of=one_loss, steps=4),
     "passed by name": Job(model=Passes, loss_of=one_loss, precision="bf16"),
+    PARTS: Job(model=Reads, loss_of=recomputed),
 }
 
 
@@ -104,7 +128,12 @@ def run_all() -> tuple[dict[str, list[Outcome]], list[dict[str, list[Outcome]]]]
 
 def run_on_threads(plans: Mapping[str, Sequence[Plan]]) -> list[dict[str, list[Outcome]]]:
     def run(rank: int) -> dict[str, list[Outcome]]:
-        return {name: [train(JOBS[name], plan, rank) for plan in of_job] for name, of_job in plans.items()}
+        found = {}
+        for name, of_job in plans.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(units, "PART_BYTES", 0 if name == PARTS else units.PART_BYTES)
+                found[name] = [train(JOBS[name], plan, rank) for plan in of_job]
+        return found
 
     with backward_on_threads():
         return run_ranks(run, 2)

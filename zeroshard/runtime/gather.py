@@ -224,8 +224,10 @@ class Gatherer:
         yet (a root part that it does not call, and no unit in front of it has run), they are gathered now: as in a
         call, every rank has to do so."""
         # Not in a forked worker ([Note: forked workers] in `watch.py`), where no message arrives, and not on another
-        # thread, as the main thread may be showing them at the same time.
-        is_own_thread = (os.getpid(), threading.get_ident()) == self._own_thread
+        # thread, as the main thread may be showing them at the same time. (On an accelerator a backward, and what it
+        # computes again, runs on a thread of torch, and the main thread waits for it.)
+        process, thread = self._own_thread
+        is_own_thread = process == os.getpid() and (thread == threading.get_ident() or in_backward())
         if unit.weights.buffer.borrows:
             if is_own_thread and unit.weights.in_use:
                 with torch.no_grad():
