@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,55 @@ INPUTS = ("--inputs", "tests.cli.test_plan_command:inputs")
 
 def inputs(sequences: int, tokens: int | None) -> torch.Tensor:
     return torch.zeros(sequences, tokens or 7, dtype=torch.long)
+
+
+class Disturbing(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+
+class Prints(Disturbing):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        print("hello")
+        return super().forward(inputs)
+
+
+class Reads(Disturbing):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        input("which? ")
+        return inputs
+
+
+class Exits(Disturbing):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(3)
+
+
+class Masks(Disturbing):
+    def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return inputs * mask
+
+
+class Fails(Disturbing):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs[:, :3])
+
+
+def asks() -> torch.nn.Module:
+    input("who? ")
+    return Disturbing()
+
+
+def fails() -> torch.nn.Module:
+    raise RuntimeError("no")
+
+
+def needs(width: int) -> torch.nn.Module:
+    return torch.nn.Linear(width, width)
+
+
+def rows(sequences: int, tokens: int | None) -> torch.Tensor:
+    return torch.zeros(sequences, 8)
 
 
 def with_batch_norm() -> torch.nn.Module:
@@ -162,7 +212,8 @@ def test_one_line_for_each_mistake(
         (["a_script:Net"], "a_script:Net: cannot be imported: it called sys.exit(): what only a script does"),
         (["sys:exit"], "cannot be built on the meta device: it called sys.exit()"),
         (["tests.kit:VOCAB"], "expected a function, found a int"),
-        (["tests.kit:logs"], "cannot be built on the meta device"),
+        (["tests.kit:logs"], "tests.kit:logs(outcomes) is called with 0 arguments"),
+        (["tests.cli.test_plan_command:fails"], "cannot be built on the meta device: RuntimeError: no"),
         (["builtins:dict"], "expected a torch.nn.Module, found a dict"),
         ([tmp_path / "none.json"], "there is no file"),
         ([tmp_path / "bad.toml"], "unknown configuration key 'model.layer'"),
@@ -181,6 +232,43 @@ def test_one_line_for_each_mistake(
         ([NET, "--rank", "8"], "unknown option --rank; did you mean --ranks?"),
     ):
         assert message in said(capsys, "plan", *arguments, code=2), arguments
+
+
+def test_a_model_does_not_disturb_the_command(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prints were in the JSON, questions waited for an answer, torch logged a traceback, and exit ended the command."""
+    here, logged = "tests.cli.test_plan_command", list[logging.LogRecord]()
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    of_rows = ("--inputs", f"{here}:rows", "--batch", "2", "--plan", "zero3", "--json")
+    assert run(["plan", f"{here}:Prints", *of_rows]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)[0]["parameters"] == 72
+    assert err.startswith(f"zeroshard: warning: {here}:Prints prints while it is planned, and this is left out: ")
+    assert err.count("\n") == 1
+    for model, arguments, message in (
+        ("Reads", of_rows, "InvalidState: it reads from standard input"),
+        ("asks", (), "cannot be built on the meta device: InvalidState: it reads from standard input"),
+        ("Exits", of_rows, "cannot be traced without values: SystemExit: 3"),
+        ("Fails", of_rows, "cannot be traced without values: RuntimeError"),
+        ("Masks", of_rows, "Masks.forward(inputs, mask) is called with 1 arguments"),
+        ("needs", (), f"{here}:needs(width) is called with"),
+        ("Prints", (*of_rows, "--inputs", f"{here}:needs"), f"--inputs {here}:needs(width) is called with"),
+    ):
+        found = said(capfd, "plan", f"{here}:{model}", *arguments, code=2)
+        assert message in found and not logged, (model, found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_value_in_a_config_of_transformers_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    for value, message in (("x", "Field 'n_layer' expected int, got str"), (-1, "")):
+        path.write_text(json.dumps({"model_type": "gpt2", "n_layer": value, "vocab_size": -1}))
+        assert message in said(capfd, "plan", path, code=2)
 
 
 def test_a_model_without_anything_to_differentiate_is_named() -> None:

@@ -15,6 +15,7 @@ from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.checkpoint.saved_state import saved_groups
+from zeroshard.cli.undisturbed import quiet
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.io.checked import NotWritten
 from zeroshard.planning.optimizers import class_named
@@ -34,7 +35,8 @@ class Command(click.Command):
     def invoke(self, context: click.Context) -> Any:
         begun()
         try:
-            return super().invoke(context)
+            with quiet():
+                return super().invoke(context)
         except NotWritten as error:
             raise click.ClickException(str(error)) from error
         except CheckpointError as error:

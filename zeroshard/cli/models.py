@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.cli.undisturbed import quiet
 from zeroshard.errors import InvalidValue
 from zeroshard.integrations.causal_lm import read_config, units_of
 from zeroshard.model.units import UnitPolicy
@@ -74,7 +75,7 @@ def describe(text: str, inputs: str | None = None) -> Described:
     if path.suffix == ".json":
         return _of_transformers(path)
     if ":" in text:
-        return Described(_built_by(text), workload=None if inputs is None else _workload_of(_imported(inputs)))
+        return Described(_built_by(text), workload=None if inputs is None else _workload_of(inputs))
     raise InvalidValue(
         f"{text}: expected the configuration of a run (.toml), a transformers config (config.json, or its folder) or "
         "module:factory"
@@ -109,7 +110,8 @@ def _of_transformers(path: Path) -> Described:
     with _needing("a transformers config", "transformers"):
         import transformers
     library: Any = transformers  # its classes are not typed
-    config = read_config(path)
+    with quiet():
+        config = read_config(path)
 
     def build() -> Any:
         try:
@@ -117,7 +119,8 @@ def _of_transformers(path: Path) -> Described:
         except ValueError:  # no language model
             return library.AutoModel.from_config(config)
 
-    model = _on_meta(str(path), build)
+    with quiet():
+        model = _on_meta(str(path), build)
 
     def workload(sequences: int, tokens: int | None) -> Workload:
         shape = sequences, tokens or getattr(config, "max_position_embeddings", None) or 1024
@@ -132,7 +135,10 @@ def _of_transformers(path: Path) -> Described:
     return Described(model, units_of(model), workload=workload)
 
 
-def _workload_of(inputs: Callable[[int, int | None], Any]) -> Callable[[int, int | None], Workload]:
+def _workload_of(text: str) -> Callable[[int, int | None], Workload]:
+    inputs = _imported(text)
+    _expect_call(f"--inputs {text}", inputs, 1, None)
+
     def workload(sequences: int, tokens: int | None) -> Workload:
         return Workload(partial(inputs, sequences, tokens), _loss_of, num_tokens=sequences * (tokens or 1))
 
@@ -141,10 +147,10 @@ def _workload_of(inputs: Callable[[int, int | None], Any]) -> Callable[[int, int
 
 def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
     """Call the model and return a scalar loss: its output's `loss`, or the mean of its first differentiable tensor."""
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-    else:
-        output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    others = () if named else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    _expect_call(f"{type(model).__name__}.forward", model.forward, *others, **named)
+    output = model(*others, **named)
     loss = getattr(output, "loss", None)
     if loss is None:
         leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -176,6 +182,7 @@ def _imported(text: str) -> Callable[..., Any]:
 
 
 def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:
+    _expect_call(where, build)
     try:
         with torch.device("meta"):
             model = build()
@@ -184,6 +191,20 @@ def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"{where}: expected a torch.nn.Module, found a {type(model).__name__}")
     return model
+
+
+def _expect_call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Raises:
+    ValueError: the function does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a built-in function: not known
+        return
+    try:
+        signature.bind(*arguments, **named)
+    except TypeError as error:
+        names, given = ", ".join(signature.parameters), len(arguments) + len(named)
+        raise InvalidValue(f"{name}({names}) is called with {given} arguments: {error}") from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from zeroshard.cli.commands import Command, Size
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
 from zeroshard.cli.plan_output import show, show_fit
+from zeroshard.cli.undisturbed import undisturbed
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
@@ -92,12 +93,32 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
         return 0
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
-    described = describe(model, options["inputs"])
-    units = _units(options["units"], described.model) or described.units
+    with undisturbed(model):
+        described = describe(model, options["inputs"])
+        several = list(_configurations(described, **options))
+        if options["budget"]:
+            found = [candidate for one in several for candidate in _fit(described, one, **options)]
+            found = cheapest_first(found, options["machine"])
+        else:
+            kinds = itertools.product(several, options["precisions"] or ["bf16"], options["plans"])
+            forecasts = [
+                plan_one(described.model, replace(one, plan=name, precision=precision))
+                for one, precision, name in kinds
+            ]
+    if options["budget"]:
+        return show_fit(found, **options)
+    show(forecasts, **options)
+    if options["save"] is not None:
+        write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
+    return 0
+
+
+def _configurations(described: Described, **options: Any) -> Iterator[Configuration]:
+    """For each optimizer and number of ranks what plans and precisions have in common."""
     given = Configuration(
         replicas=options["replicas"] or 1,
         group_of=described.group_of,
-        units=units,
+        units=_units(options["units"], described.model) or described.units,
         micro_batches=described.micro_batches if options["micro_batches"] is None else options["micro_batches"],
         reduce_every_micro_batch=options["reduce_every_micro_batch"] or described.reduce_every_micro_batch,
         device=options["device"],
@@ -105,21 +126,8 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
         ranks=options["replicas"] or 1,
         workload=_workload(described, **options),
     )
-    several = [
-        replace(given, optimizer=optimizer, ranks=ranks)
-        for optimizer, ranks in itertools.product(options["optimizers"], options["ranks"])
-    ]
-    if options["budget"]:
-        found = [candidate for one in several for candidate in _fit(described, one, **options)]
-        return show_fit(cheapest_first(found, options["machine"]), **options)
-    forecasts = [
-        plan_one(described.model, replace(one, plan=name, precision=precision))
-        for one, precision, name in itertools.product(several, options["precisions"] or ["bf16"], options["plans"])
-    ]
-    show(forecasts, **options)
-    if options["save"] is not None:
-        write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
-    return 0
+    for optimizer, ranks in itertools.product(options["optimizers"], options["ranks"]):
+        yield replace(given, optimizer=optimizer, ranks=ranks)
 
 
 def _expect_an_effect(context: click.Context) -> None:

@@ -31,10 +31,11 @@ def read_config(path: Path) -> Any:
     library: Any = transformers  # its classes are not typed
     try:
         return library.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        lines = str(error).splitlines()
+    except Exception as error:  # each kind of wrong value has a class of its own
+        first, *others = [*str(error).splitlines(), ""]
+        reason = f"{first} {others[0].strip()}" if first.endswith(":") else first
         raise InvalidValue(
-            f"{path} is not a config that transformers reads: {type(error).__name__}: {lines[0] if lines else ''}"
+            f"{path} is not a config that transformers reads: {type(error).__name__}: {reason}"
         ) from error
 
 

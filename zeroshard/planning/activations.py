@@ -152,7 +152,9 @@ def _trace(
             loss = workload.loss(model, inputs)
             forward, saved = live.mark(), live.now
             loss.backward()  # type: ignore[no-untyped-call]
-        except Exception as error:
+        except InvalidValue:
+            raise
+        except (Exception, SystemExit) as error:
             lines = str(error).splitlines()
             raise InvalidValue(
                 f"activations: one micro-batch cannot be traced without values: {type(error).__name__}: "
