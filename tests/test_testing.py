@@ -43,6 +43,17 @@ def test_tensors_come_back_as_they_were() -> None:
     found[0].mul_(2)  # the receiver's own memory
 
 
+def test_arguments_in_another_order_are_refused() -> None:
+    wrong: Any
+    for wrong, message in (
+        ((2, len), r"as in run_ranks\(fn, 2, 'zero3'\); found a int and a builtin_function_or_method"),
+        ((len, "zero3", 2), "found a builtin_function_or_method and a str"),
+        ((len, 0), "expected at least one rank, found 0"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            run_ranks(*wrong)
+
+
 def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
     def run(rank: int) -> None:
         if rank == 1:

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import FileStore
 
 from zeroshard.comm import watch
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.errors import Error, TookTooLong
+from zeroshard.errors import Error, InvalidType, InvalidValue, TookTooLong
 
 BACKEND = "gloo"
 """The backend of the groups that `run_ranks` makes."""
@@ -60,7 +60,15 @@ def run_ranks(
     Raises:
         RankError: for the first rank that raised, with its traceback.
         TimeoutError: ranks were still running at the timeout.
+        TypeError, ValueError: `fn` is not a function, or `world_size` not a number of ranks.
     """
+    if not callable(fn) or not isinstance(world_size, int):
+        raise InvalidType(
+            "run_ranks: expected a function, the number of ranks, and then the arguments of the function, as in "
+            f"run_ranks(fn, 2, 'zero3'); found a {type(fn).__name__} and a {type(world_size).__name__}"
+        )
+    if world_size < 1:
+        raise InvalidValue(f"run_ranks: expected at least one rank, found {world_size}")
     importlib.import_module("torch._dynamo")  # optimizers import it: do so once before the forks
     with tempfile.TemporaryDirectory(prefix="zeroshard-ranks-") as folder:
         pids = {}

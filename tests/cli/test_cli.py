@@ -207,7 +207,12 @@ def test_a_tokenizer_is_made_and_nothing_is_replaced_unasked(
     assert run(make) == 0
     assert capsys.readouterr().out == f"{out}: 300 tokens; zeroshard train --data.tokenizer {out}\n"
     before = out.read_bytes()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "empty.txt").touch()
     for arguments, message in (
+        ([*make, "--force", "--data", str(empty)], f"no UTF-8 text in {empty}: expected a text file or a folder"),
+        ([*make, "--force", "--data", str(empty / "empty.txt")], "no UTF-8 text in"),
         (make, "exists already (--force replaces it)"),
         ([*make, "--force", "--data", "/nowhere"], "no text at /nowhere"),
         (["tokenizer", str(out), "--vocabulary", "256"], "256 is not in the range x>=257"),

@@ -205,11 +205,19 @@ def test_one_line_for_each_mistake(
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "a_script.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "exits.py").write_text("def inputs(*_):\n    raise SystemExit(2)\n")
+    (tmp_path / "fails.py").write_text("raise OSError('no\\nnetwork')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for arguments, message in (
         (["nothing"], "expected the configuration of a run"),
         (["no.such:module"], "cannot be imported"),
         (["a_script:Net"], "a_script:Net: cannot be imported: it called sys.exit(): what only a script does"),
+        (
+            [NET, "--optimizer", "a_script.Lion"],
+            "optimizer 'a_script.Lion' cannot be imported: it called sys.exit(): what",
+        ),
+        ([NET, "--optimizer", "fails.Lion"], "optimizer 'fails.Lion' cannot be imported: OSError: no\n"),
+        ([NET, "--batch", "2", "--inputs", "exits:inputs"], "traced without values: it called sys.exit(2): what"),
         (["sys:exit"], "cannot be built on the meta device: it called sys.exit()"),
         (["tests.kit:VOCAB"], "expected a function, found a int"),
         (["tests.kit:logs"], "tests.kit:logs(outcomes) is called with 0 arguments"),
@@ -249,7 +257,7 @@ def test_a_model_does_not_disturb_the_command(
     for model, arguments, message in (
         ("Reads", of_rows, "InvalidState: it reads from standard input"),
         ("asks", (), "cannot be built on the meta device: InvalidState: it reads from standard input"),
-        ("Exits", of_rows, "cannot be traced without values: SystemExit: 3"),
+        ("Exits", of_rows, "cannot be traced without values: it called sys.exit(3)"),
         ("Fails", of_rows, "cannot be traced without values: RuntimeError"),
         ("Masks", of_rows, "Masks.forward(inputs, mask) is called with 1 arguments"),
         ("needs", (), f"{here}:needs(width) is called with"),

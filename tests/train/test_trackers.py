@@ -1,6 +1,8 @@
 """Observers by name: entry points, module:factory, one that fails; wandb and mlflow offline, if installed."""
 
+import importlib
 import logging
+import sys
 import tomllib
 from dataclasses import replace
 from importlib.metadata import EntryPoint
@@ -52,8 +54,8 @@ def record_some(observers: list[Observer], steps: int = 2, first: int = 1) -> No
 def test_an_observer_by_entry_point_and_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     value = "tests.train.test_trackers:Collects"
     monkeypatch.setattr(trackers, "entry_points", lambda group: [EntryPoint("mine", value, group)])
-    trackers.importlib.import_module("tests.train.test_trackers").KEPT.clear()
-    kept = trackers.importlib.import_module("tests.train.test_trackers").KEPT
+    importlib.import_module("tests.train.test_trackers").KEPT.clear()
+    kept = importlib.import_module("tests.train.test_trackers").KEPT
     record_some(attach(f"mine, {value}", info(tmp_path)))
     assert [one.about.folder for one in kept] == [tmp_path] * 2
     for one in kept:
@@ -62,7 +64,7 @@ def test_an_observer_by_entry_point_and_by_module(tmp_path: Path, monkeypatch: p
 
 
 def test_what_fails_is_told_once_and_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = trackers.importlib.import_module("tests.train.test_trackers").KEPT
+    kept = importlib.import_module("tests.train.test_trackers").KEPT
     kept.clear()
     with caplog.at_level(logging.WARNING, logger="zeroshard"):
         record_some(attach("tests.train.test_trackers:Collects", info(tmp_path)), steps=5)
@@ -78,9 +80,14 @@ def test_what_fails_is_told_once_and_gets_no_more(tmp_path: Path, caplog: pytest
         ("wnadb", "there is no observer 'wnadb': expected wandb, mlflow"),
         ("tests.nowhere:Collects", "cannot be started: ModuleNotFoundError: No module named 'tests.nowhere'"),
         ("tests.train.test_trackers:Absent", "cannot be started: AttributeError"),
+        ("a_tracker:Tracker", r"cannot be started: it called sys.exit\(5\): what only a script does"),
     ],
 )
-def test_names_that_lead_nowhere(tmp_path: Path, name: str, message: str) -> None:
+def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    """The current directory is searched as well."""
+    (tmp_path / "a_tracker.py").write_text("import sys\nsys.exit(5)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(UserError, match=message):
         attach(name, info(tmp_path))
     with pytest.raises(UserError, match=message):
@@ -89,7 +96,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, name: str, message: str) -> Non
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in BUILT_IN:
-        monkeypatch.setitem(trackers.importlib.import_module("sys").modules, name, None)
+        monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=rf"{name} is not installed: pip install 'zeroshard\[{name}\]'"):
             attach(name, info(tmp_path))
 

@@ -5,11 +5,8 @@ It is built on the meta device, so no weights are allocated, whatever the model'
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.cli.undisturbed import quiet
 from zeroshard.errors import InvalidValue
 from zeroshard.integrations.causal_lm import read_config, units_of
+from zeroshard.io.named import in_one_line, named
 from zeroshard.model.units import UnitPolicy
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf
@@ -165,16 +163,10 @@ def _built_by(text: str) -> nn.Module:
 
 
 def _imported(text: str) -> Callable[..., Any]:
-    """The function that `module:function` names; the current directory is searched first, as `python -m` does."""
-    module_name, _, name = text.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise InvalidValue(f"{text}: cannot be imported: {_first_line(error)}") from error
+    """The function that `module:function` names."""
+    module, _, name = text.partition(":")
+    with in_one_line(f"{text}: cannot be imported"):
+        found = named(module, name)
     if not callable(found):
         raise InvalidValue(f"{text}: expected a function, found a {type(found).__name__}")
     function: Callable[..., Any] = found
@@ -183,11 +175,8 @@ def _imported(text: str) -> Callable[..., Any]:
 
 def _on_meta(where: str, build: Callable[[], Any]) -> nn.Module:
     _expect_call(where, build)
-    try:
-        with torch.device("meta"):
-            model = build()
-    except (Exception, SystemExit) as error:
-        raise InvalidValue(f"{where}: the model cannot be built on the meta device: {_first_line(error)}") from error
+    with in_one_line(f"{where}: the model cannot be built on the meta device"), torch.device("meta"):
+        model = build()
     if not isinstance(model, nn.Module):
         raise InvalidValue(f"{where}: expected a torch.nn.Module, found a {type(model).__name__}")
     return model
@@ -213,10 +202,3 @@ def _needing(what: str, package: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise InvalidValue(f"{what} needs the package {error.name}: pip install '{package}'") from error
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"it called sys.exit({error}): what only a script does belongs under `if __name__ == '__main__':`"
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

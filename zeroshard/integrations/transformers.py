@@ -118,7 +118,7 @@ class ShardedTrainerMixin:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback. TRL's `SyncRefModelCallback` gets both models with their weights in full."""
-        if hasattr(callback, "sync_target_model"):
+        if isinstance(callback, transformers.TrainerCallback) and hasattr(callback, "sync_target_model"):
             callback.sync_target_model = partial(_in_full, callback.sync_target_model)
         super().add_callback(callback)  # type: ignore[misc]
 

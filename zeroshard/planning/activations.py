@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
+from zeroshard.io.named import in_one_line
 from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
 from zeroshard.model.units import UnitSpec, plain_name
@@ -146,20 +147,12 @@ def _trace(
         for name, parameter in fakes.items():
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
-        try:
+        with in_one_line("activations: one micro-batch cannot be traced without values", InvalidValue):
             inputs = workload.inputs()
             of_inputs = live.now
             loss = workload.loss(model, inputs)
             forward, saved = live.mark(), live.now
             loss.backward()  # type: ignore[no-untyped-call]
-        except InvalidValue:
-            raise
-        except (Exception, SystemExit) as error:
-            lines = str(error).splitlines()
-            raise InvalidValue(
-                f"activations: one micro-batch cannot be traced without values: {type(error).__name__}: "
-                f"{lines[0] if lines else ''}"
-            ) from error
         rest = live.mark()
         backward = max([rest, *(num_bytes for _, num_bytes in gradients)])
     return Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest)

@@ -17,6 +17,7 @@ from torch import nn
 
 from zeroshard import optim
 from zeroshard.errors import InvalidValue
+from zeroshard.io.named import in_one_line, named
 from zeroshard.layout.layout import Slot
 from zeroshard.model.units import plain_name
 from zeroshard.planner import Bytes, OptimizerNeeds, PlannedUnit
@@ -171,10 +172,8 @@ def class_named(name: str) -> OptimizerClass:
     """
     module_name, _, last = name.rpartition(".")
     if module_name:
-        try:
-            found: OptimizerClass = getattr(importlib.import_module(module_name), last)
-        except (ImportError, AttributeError) as error:
-            raise InvalidValue(f"optimizer {name!r} cannot be imported: {error}") from error
+        with in_one_line(f"optimizer {name!r} cannot be imported"):
+            found: OptimizerClass = named(module_name, last)
         return found
     known = _classes_of(optim, torch.optim)
     if name.lower() not in known and importlib.util.find_spec("torchao") is not None:

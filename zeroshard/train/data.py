@@ -58,8 +58,6 @@ def prepare(config: DataConfig) -> Path:
     for document in texts():
         names[document.name] = document.split
         digest.update(f"{document.name}\0{len(document.content)}\0".encode() + document.content)
-    if not names:
-        raise UserError(f"no UTF-8 text in {config.path or 'the standard library'}: expected a text file or a folder")
     cache = Path(config.cache) if config.cache else _user_cache()
     target = cache / digest.hexdigest()[:32]
     if target.is_dir():

@@ -33,13 +33,24 @@ def texts_of(config: DataConfig) -> Texts:
     """The documents at `config.path`; without a path, the files of the standard library.
 
     Raises:
-        UserError: there is nothing to read, or a single file is not UTF-8.
+        UserError: there is nothing to read, or a single file is not UTF-8. By the documents: none of them has text.
     """
-    path = Path(config.path)
-    if not config.path:
-        return lambda: _documents(_standard_library())
+    texts = _texts_at(Path(config.path), config.column) if config.path else lambda: _documents(_standard_library())
+
+    def documents() -> Iterator[Document]:
+        number = 0
+        for number, document in enumerate(texts(), 1):  # noqa: B007
+            yield document
+        if not number:
+            where = config.path or "the standard library"
+            raise UserError(f"no UTF-8 text in {where}: expected a text file or a folder")
+
+    return documents
+
+
+def _texts_at(path: Path, column: str) -> Texts:
     if is_saved_dataset(path):
-        return _saved_dataset(path, config.column)
+        return _saved_dataset(path, column)
     files = _files_at(path)
     return lambda: _documents(files)
 

@@ -10,7 +10,6 @@ A package offers one in its `pyproject.toml`:
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 import uuid
@@ -21,7 +20,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from zeroshard.errors import InvalidValue
 from zeroshard.io.logger import LOGGER
+from zeroshard.io.named import in_one_line, named
 from zeroshard.train.config import UserError
 from zeroshard.train.metrics import Observer, StepRecord, ValidationRecord, scalars
 
@@ -71,11 +72,10 @@ def _listed(names: str) -> list[str]:
 @contextmanager
 def _starting(name: str) -> Iterator[None]:
     try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"run.observers: {name} cannot be started: {type(error).__name__}: {error}") from error
+        with in_one_line(f"run.observers: {name} cannot be started", passes=UserError):
+            yield
+    except InvalidValue as error:
+        raise UserError(str(error)) from error
 
 
 def _factory(name: str) -> Callable[[RunInfo], Observer]:
@@ -83,10 +83,7 @@ def _factory(name: str) -> Callable[[RunInfo], Observer]:
     module, _, attribute = known.get(name, name).partition(":")
     if not attribute:
         raise UserError(f"run.observers: there is no observer {name!r}: expected {', '.join(known)} or module:factory")
-    found: Any = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    factory: Callable[[RunInfo], Observer] = found
+    factory: Callable[[RunInfo], Observer] = named(module, attribute)
     return factory
 
 
