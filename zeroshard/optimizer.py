@@ -19,6 +19,7 @@ from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
 from zeroshard.step.clipping import Clipping
@@ -233,6 +234,7 @@ class ShardedOptimizer(TorchOptimizer):
         loss = torch.enable_grad()(closure)() if closure is not None else None
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
+        expect_none_written(self.engine.units)
         self._ask(arguments=arguments)
         if verdict := self.agreement.verdict(updates=True):  # 2 goes ahead of the answer
             self.engine.pool.rest()

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
@@ -90,11 +92,40 @@ def exchanged_with_fsdp(rank: int, folder: Path) -> None:
     assert same_bits(ours, {name: after[name] for name in ours}) and not same_bits(full, after)
 
 
+def flattened_by_fsdp(rank: int, folder: Path) -> None:
+    """`stateful` asks for the nested form. The helpers of torch take the flattened one, in this order."""
+    theirs, their_optimizer = with_fsdp()
+    train(theirs, their_optimizer, rank, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(theirs, their_optimizer, options=options)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "flat")
+    full = full_of_fsdp(theirs, their_optimizer)
+    for plan in ("zero1", "zero3"):
+        model, handle, optimizer = sharded(plan, seed=1)
+        with pytest.raises(CheckpointException, match=r"Missing key in .*optim\.param_groups"):
+            dcp.load(stateful(handle, optimizer), checkpoint_id=folder / "flat")
+        if plan == "zero3":
+            with pytest.raises(RuntimeError, match="call get_optimizer_state_dict before the block"):
+                with handle.unsharded(write=True):
+                    get_state_dict(model, optimizer)
+            model, handle, optimizer = sharded(plan, seed=1)  # torch has left the learning rate at 0
+        found = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
+        with handle.unsharded(write=True):
+            found["model"] = get_model_state_dict(model)
+            dcp.load(found, checkpoint_id=folder / "flat")
+            set_state_dict(
+                model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"], options=options
+            )
+        ours = everything(handle, optimizer)
+        assert len(ours) == 5 * 4 and same_bits(ours, {name: full[name] for name in ours})
+
+
 def test_folders_go_from_plan_to_plan_and_to_fsdp_and_back(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         continues(rank, tmp_path / "a", "zero3", "zero1", None, torch.optim.AdamW)
         continues(rank, tmp_path / "b", "ddp", "zero3", BF16, torch.optim.RMSprop)
         exchanged_with_fsdp(rank, tmp_path)
+        flattened_by_fsdp(rank, tmp_path)
 
     run_ranks(check, 2)
 

@@ -141,6 +141,20 @@ def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
             unit.weights.writers -= 1
 
 
+def expect_none_written(units: Sequence[Unit]) -> None:
+    """Called before a step, which would free the full weights of a scope that is open for writing.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if any(unit.weights.writers and not unit.weights.buffer.rests_in_full for unit in units):
+        raise InvalidState(
+            "a step in a block of handle.unsharded(write=True), whose values become the weights: step after the block. "
+            "(Torch's get_state_dict and set_state_dict step an optimizer that has no state: call "
+            "get_optimizer_state_dict before the block)"
+        )
+
+
 def _before(unit: Unit) -> Tensor:
     """[unit.updated.numel], the current weights in the interval that this rank updates."""
     return unit.weights.full[unit.updated.slice].clone() if unit.weights.buffer.rests_in_full else unit.weights.own()
