@@ -204,6 +204,9 @@ def test_a_step_with_a_tensor_goes_on_as_it_was(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+TABLE = np.arange(2)
+
+
 class Mode(enum.Enum):
     FAST = 1
     EXACT = 2
@@ -219,7 +222,8 @@ class Configured(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float = 0.1, mode: Mode = Mode.FAST, config: Any = None) -> None:
         super().__init__(params, lr)
-        for key, value in {"mode": mode, "config": config or Config(), "schedule": abs, "device": "cpu"}.items():
+        defaults = {"mode": mode, "config": config or Config(), "schedule": abs, "device": "cpu", "table": TABLE}
+        for key, value in defaults.items():
             self.defaults[key] = value
             for group in self.param_groups:
                 group.setdefault(key, value)

@@ -14,6 +14,7 @@ extra/..., rank/<r>/...         tensors inside these
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -167,19 +168,19 @@ def optimizer_values(
     Raises:
         ValueError: a hyper-parameter is an object that a checkpoint does not hold.
     """
-    groups, items = [], list[Item]()
-    for index, (group, of_class) in enumerate(
-        zip(optimizer.param_groups, optimizer.groups.classes.of_groups, strict=True)
-    ):
+    groups, items, classes = [], list[Item](), optimizer.groups.classes
+    for index, (group, of_class) in enumerate(zip(optimizer.param_groups, classes.of_groups, strict=True)):
         options, tensors = {}, {}
-        for key, value in optimizer.groups.options()[index].items():
+        for key, value in group.items():
+            if key == "params" or callable(value):
+                continue  # whoever builds the optimizer again gives it its functions again
             if is_number := _is_number(value):
                 tensors[key] = [DTYPE_NAMES[value.dtype], list(value.shape)]
             plain = value.item() if is_number else value
             try:
                 encoded = EncodedState(f"{prefix}/{index}/{key}", plain, f"{key} of param group {index}")
             except InvalidValue:
-                if not _is_configuration(value, optimizer.groups.classes.defaults_of(index).get(key)):
+                if not _is_default(value, classes.defaults_of(index).get(key)):
                     raise
             else:
                 options[key] = encoded.values
@@ -194,10 +195,11 @@ def _is_number(value: Any) -> bool:
     return one and value.dtype in DTYPE_NAMES and not value.is_complex()
 
 
-def _is_configuration(value: Any, default: Any) -> bool:
-    """Whether it is a function, or an object that the class has as its default: whoever builds the optimizer again
-    gives it again. Copies of the default count, as `load_state_dict` copies what it loads."""
-    with suppress(Exception):  # objects may refuse to be compared
-        same = type(value) is type(default) and (value == default or vars(value) == vars(default))
-        return callable(value) or value is default or bool(same)
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an object is the class's default, which comes back with the class; or a copy of it, as `load_state_dict`
+    makes copies."""
+    if value is default or type(value) is not type(default):
+        return value is default
+    with suppress(Exception):  # not everything can be pickled
+        return pickle.dumps(value) == pickle.dumps(default)
     return False
