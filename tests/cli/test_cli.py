@@ -16,9 +16,11 @@ from tests.forked import FirstAnInterpreter, Forked
 from tests.patience import wait_until
 from zeroshard import starting
 from zeroshard.checkpoint import files, verify
-from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, main, run
+from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, _saved_run, main, run
+from zeroshard.train.config import ScheduleConfig, UserError
 from zeroshard.train.loop import Requests
 from zeroshard.train.ranks import cores
+from zeroshard.train.resume import find
 
 SMALL = [
     "--model.layers=1",
@@ -197,6 +199,15 @@ def test_a_continued_run_takes_its_own_copy_of_the_models_configuration(tmp_path
     assert (config.run.out, config.schedule.steps, config.optimizer.lr) == (str(run_folder), 7, 0.5)
     given = _continued(run_folder, (), {"model.config": "/other", "run.out": "/elsewhere"})
     assert (given.model.config, given.run.out) == ("/other", "/elsewhere")
+
+
+def test_steps_that_lack_their_manifest_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    """`--resume auto` began a new run in that folder, without a word."""
+    assert _saved_run("auto", str(tmp_path)) == (None, True)
+    (tmp_path / "step-3").mkdir()
+    assert _saved_run("auto", str(tmp_path)) == (tmp_path, True)
+    with pytest.raises(UserError, match=r"no good step in .*step-3/manifest\.json does not exist"):
+        find(tmp_path, "", ScheduleConfig())
 
 
 def test_a_tokenizer_is_made_and_nothing_is_replaced_unasked(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 import click
 
 import zeroshard
-from zeroshard.checkpoint import steps
+from zeroshard.checkpoint.folders import steps, without_manifest
 from zeroshard.cli.commands import COMMANDS, Damaged, printable
 from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
@@ -224,7 +224,7 @@ def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
     if (again or resume == "auto") and not out:
         why = "ranks that are started again" if again else "--resume auto"
         raise UserError(f"{why}: expected --out, the folder of the run")
-    if (again or resume == "auto") and steps(out):
+    if (again or resume == "auto") and (steps(out) or without_manifest(out)):  # the latter are named, and refused
         return Path(out), True
     return None if resume in ("auto", "never") else Path(resume), again or resume == "auto"
 
