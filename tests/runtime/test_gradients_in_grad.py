@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import largest_difference, with_plans
+from tests.kit import Gated, largest_difference, loss_of_tokens, make, with_plans
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
@@ -540,3 +541,34 @@ def test_a_pipeline_scales_gradients_by_its_micro_batches() -> None:
     for of_rank in run_ranks(under(PLANS, pipeline), NUM_RANKS):
         for weights in of_rank:
             torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-11)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host reads a value of a tensor: on a GPU it would wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_only_other_ranks_have_take_one_read() -> None:
+    """There once was one for each parameter that this rank's loss does not use."""
+
+    def check(rank: int) -> None:
+        model = make(Gated)
+        handle = zeroshard.shard(model, "ddp", units=Gated.Inner)
+        for number, block in enumerate(model.blocks):
+            block.open = (rank, number) == (1, 0)
+        loss, to_list = loss_of_tokens(model, rank, 0, 0), Tensor.tolist
+        with Reads() as reads, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                Tensor, "tolist", lambda tensor: (setattr(reads, "count", reads.count + 1), to_list(tensor))[1]
+            )
+            loss.backward()
+        assert [block.gate.grad is not None for block in model.blocks] == [True, False, False]
+        assert reads.count == 1, reads.count
+        handle.close()
+
+    run_ranks(check, 2)

@@ -107,28 +107,35 @@ class VisibleGradients:
         """Put gradients into `p.grad`, after a backward."""
         self.changed()
         with as_tensors():
-            for unit, grads in self._grads.items():
-                if grads.state is not GradState.EMPTY:
-                    self._show(unit, grads)
+            found = [
+                (unit, *one)
+                for unit, grads in self._grads.items()
+                if grads.state is not GradState.EMPTY
+                for one in self._to_show(unit, grads)
+            ]
+            # One read for all of them: on a GPU the host waits for it.
+            doubtful = [gradient.any() for *_, gradient, is_certain in found if not is_certain]
+            of_others = iter(torch.stack(doubtful).tolist() if doubtful else ())
+            for unit, index, gradient, is_certain in found:
+                if is_certain or next(of_others):
+                    unit.parameters[index].grad = self._shown[unit][index] = gradient
 
-    def _show(self, unit: Unit, grads: Gradients) -> None:
+    def _to_show(self, unit: Unit, grads: Gradients) -> Iterator[tuple[int, Tensor, bool]]:
+        """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient;
+        if none had, it is 0."""
         is_local, dtype = grads.is_local, grads.buffer.dtype
         in_full = is_local or (grads.buffer.placement is REPLICATED and self.final)
-        views = grads.buffer.views() if in_full else []
-        all_shown, sharded = self._shown[unit], self._sharded[unit]
+        views, sharded = grads.buffer.views() if in_full else [], self._sharded[unit]
         for index in sorted(grads.present if is_local else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
-            if not in_full or (parameter.grad_dtype or parameter.dtype) != dtype:  # torch accepts no other
-                if index not in sharded:
-                    sharded[index] = self._sharded_gradient(unit, index, grads)
-                shown: Tensor = sharded[index]
-            elif index in grads.present or bool(views[index].any()):  # a rank had one
-                shown = views[index]
-            else:
+            if in_full and (parameter.grad_dtype or parameter.dtype) == dtype:  # torch accepts no other
+                yield index, views[index], index in grads.present
                 continue
-            parameter.grad = all_shown[index] = shown
+            if index not in sharded:
+                sharded[index] = self._sharded_gradient(unit, index, grads)
+            yield index, sharded[index], True
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
