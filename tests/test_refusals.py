@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.kit import make
 from tests.patience import AT_ONCE
 from tests.together import on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
+from zeroshard.model import right_call
 from zeroshard.precision import MixedPrecision, as_precision
 from zeroshard.testing import run_ranks
 
@@ -243,3 +245,50 @@ def test_recorded_weights_are_those_of_a_plain_model() -> None:
     for plan, refused in (("zero1", 1), ("zero3", 2)):
         for said, is_same in run_ranks(record, 2, plan):
             assert len(said) == refused and all(one.startswith(message) for one in said) and is_same
+
+
+def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> None:
+    """A replay would compute with weights that are no longer there, and its gradients would not be reduced."""
+
+    def capture(rank: int, plan: str) -> list[str]:
+        model = small()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+        said = []
+        for grad in (True, False):
+            with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
+                patch.setattr(right_call, "_is_captured", lambda: True)
+                try:
+                    model(torch.ones(2, 4))
+                except RuntimeError as error:
+                    said.append(str(error))
+        optimizer.backward(model(torch.ones(2, 4)).sum())  # nothing has been changed
+        assert optimizer.step().applied
+        return said
+
+    for plan, refused in (("zero2", 1), ("zero3", 2)):
+        for said in run_ranks(capture, 2, plan):
+            assert len(said) == refused and all(one.startswith("a CUDA graph would record") for one in said), plan
+
+
+def _all_code(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _all_code(const)
+
+
+@on_ranks(2)
+def test_a_module_that_is_a_cuda_graph_is_not_sharded(rank: int) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    # What torch's function puts there; without CUDA, it can only be read.
+    names = [const.co_qualname for const in _all_code(torch.cuda.make_graphed_callables.__code__)]
+    (forward.__qualname__,) = (name for name in names if name.endswith(".new_fwd"))
+    model = small()
+    model[1].forward = forward
+    with pytest.raises(ValueError, match=r"1 is a CUDA graph .* shard a model that has not been captured"):
+        zeroshard.shard(model, "ddp")
+    model[1].requires_grad_(False)
+    zeroshard.shard(model, "ddp", ignored=[model[1]])

@@ -79,16 +79,27 @@ def expect_unwrapped(modules: Modules, managed: Collection[nn.Parameter]) -> Non
     """`managed`: the parameters that are to be sharded.
 
     Raises:
-        ValueError: some of them are inside another library's wrapper.
+        ValueError: some of them are inside another library's wrapper, or a CUDA graph.
     """
     mine = set(map(id, managed))
     for path, module in modules.items():
-        wrapper = _wrapper(type(module).__mro__)
-        if wrapper is not None and any(id(parameter) in mine for parameter in module.parameters()):
+        wrapper, is_graph = _wrapper(type(module).__mro__), _is_graph(module)
+        if not (wrapper or is_graph) or mine.isdisjoint(map(id, module.parameters())):
+            continue
+        if wrapper is not None:
             raise InvalidValue(
                 f"{path or 'the model'} is wrapped in {wrapper}, {_WRAPPERS[wrapper]}: shard a model that has never "
                 "been wrapped. (To keep torch DDP, pass its parameters to ShardedOptimizer, without shard())"
             )
+        raise InvalidValue(
+            f"{path or 'the model'} is a CUDA graph (torch.cuda.make_graphed_callables), which reads its weights where "
+            "they lay when it was captured, and shard() moves them: shard a model that has not been captured"
+        )
+
+
+def _is_graph(module: nn.Module) -> bool:
+    """Whether `torch.cuda.make_graphed_callables` has replaced its forward."""
+    return getattr(vars(module).get("forward"), "__qualname__", "").startswith("make_graphed_callables.")
 
 
 @lru_cache(maxsize=256)  # a model has many modules of few classes
@@ -105,13 +116,26 @@ def expect_no_recording(stay: Iterable[bool]) -> None:
     """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it.
 
     Raises:
-        RuntimeError: torch.export runs it; or torch.jit.trace, which keeps the memory of weights that do not stay.
+        RuntimeError: torch.export runs it; or torch.jit.trace, which keeps the memory of weights that do not stay; or
+            it becomes a part of a CUDA graph, and something has to be done on the host.
     """
-    if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all(stay)):
+    all_stay = all(stay)
+    if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all_stay):
         raise InvalidState(
             "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: "
             "build a plain model, load handle.full_state_dict() into it, and record that one"
         )
+    if _is_captured() and not (all_stay and not torch.is_grad_enabled()):
+        raise InvalidState(
+            "a CUDA graph would record a forward of the sharded model, and a replay does nothing on the host, where "
+            "weights are gathered and gradients are taken: capture only a forward under torch.no_grad() whose weights "
+            "are replicated (zero2), or a plain model that has loaded handle.full_state_dict()"
+        )
+
+
+def _is_captured() -> bool:
+    # In a build without CUDA the second call raises.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
