@@ -29,6 +29,7 @@ import zeroshard
 from zeroshard import starting
 from zeroshard.checkpoint import steps
 from zeroshard.comm import watch
+from zeroshard.comm.packets import to_device
 from zeroshard.comm.transport import TransportName
 from zeroshard.train.config import Config, fields, value_of
 from zeroshard.train.data import read_windows, validation_windows
@@ -215,7 +216,8 @@ def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float,
     for micro_batch in range(config.batch.micro_batches):
         before = time.perf_counter()
         tokens, targets = run.batches.read(step, micro_batch, ranks.rank, ranks.world_size)
-        tokens, targets = tokens.to(ranks.device), targets.to(ranks.device)
+        # `Tensor.to` from memory that is not pinned would wait for all that the device has queued.
+        tokens, targets = to_device(tokens, ranks.device), to_device(targets, ranks.device)
         data_seconds += time.perf_counter() - before
         loss = run.language.loss(tokens, targets) / config.batch.micro_batches
         last = micro_batch == config.batch.micro_batches - 1
