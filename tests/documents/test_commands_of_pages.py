@@ -64,3 +64,18 @@ def test_the_table_of_the_page_about_memory(
     first, left, right = lines[0], lines[1:6], lines[6:11]
     both = [[*a[:-1], *b[1:]] for a, b in zip(left, right, strict=True)]
     assert [first, *both] == [line for line in found if line]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not EVERYTHING, reason="takes ten seconds: make test-everything")
+def test_the_hint_of_the_page_about_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(configuration())
+    page = (ROOT / "docs/plans.md").read_text()
+    [(command, shown)] = re.findall(
+        r"`zeroshard (plan config\.json [^`]*)` ends with:\n\n```text\n(.*?)```", page, re.DOTALL
+    )
+    assert shown.split() == said(capsys, *command.split()).splitlines()[-1].split()

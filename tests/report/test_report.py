@@ -16,7 +16,7 @@ from tests.cli.test_commands import said
 from tests.report.common import PLANS, RANKS, facts, forecasts, write_run
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planning import Forecast
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 from zeroshard.report import (
     Report,
     buffer_map,

@@ -13,7 +13,7 @@ from zeroshard.cli.commands import table
 from zeroshard.cli.runs import saved_run
 from zeroshard.planning import Forecast
 from zeroshard.planning import plan as plan_one
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 
 
 def compare(folder: Path, *, as_json: bool) -> None:

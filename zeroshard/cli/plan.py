@@ -22,10 +22,8 @@ from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Candidate, Configuration, Workload, fit
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import PRECISIONS, UNIT_BYTES, cheapest_first
+from zeroshard.planning.hints import MACHINE
 from zeroshard.report import facts_of, write_plan
-
-NODE = 8
-"""Ranks of a node, where no machine is named."""
 
 
 class _List(click.ParamType[list[Any]]):
@@ -55,7 +53,7 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--ranks", type=_List(click.INT), default="8", show_default=True, help="of the world; several: 8,64,1024")
 @click.option(
     "--replicas", type=click.IntRange(1),
-    help=f"ranks that hold the same shard (a 2-D mesh)  [default: 1; with --fit also ranks / {NODE}]",
+    help=f"ranks that hold the same shard (a 2-D mesh)  [default: 1; with --fit also ranks / {MACHINES[MACHINE].node}]",
 )  # fmt: skip
 @click.option("--units", help="a class of modules, or a size (64MB); default: as the model says, or by size")
 @click.option("--micro-batches", type=int, help="passes in a step  [default: 1, or the configuration's]")
@@ -156,8 +154,6 @@ def _expect_an_effect(context: click.Context) -> None:
 
 def _fit(described: Described, given: Configuration, **options: Any) -> list[Candidate]:
     """What is tried for one optimizer and number of ranks. What the user names is tried alone."""
-    node = NODE if options["machine"] is None else MACHINES[options["machine"]].node
-    replicas = given.ranks // node if options["replicas"] is None and given.ranks % node == 0 else 1
     return fit(
         described.model,
         options["budget"],
@@ -165,9 +161,19 @@ def _fit(described: Described, given: Configuration, **options: Any) -> list[Can
         plans=options["plans"],
         precisions=options["precisions"],
         sizes=() if options["units"] else UNIT_BYTES,
-        replicas=[replicas] if replicas > 1 else (),
+        replicas=() if options["replicas"] else _replicas(described, given, options["machine"] or MACHINE),
         splits=list(_splits(described, options["batch"], options["tokens"])),
     )
+
+
+def _replicas(described: Described, given: Configuration, machine: str) -> list[int]:
+    """Of the mesh whose shards are in one node, and of the one that the planner advises."""
+    node = MACHINES[machine].node
+    if given.ranks <= node:
+        return []
+    sharded = plan_one(described.model, replace(given, plan="zero3", workload=None))
+    of_nodes = [given.ranks // node] if given.ranks % node == 0 else []
+    return [*of_nodes, *(hint.replicas for hint in sharded.hints(machine))]
 
 
 def _units(text: str | None, model: Any) -> UnitPolicy:

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from zeroshard.cli.commands import table
-from zeroshard.planning import Candidate, Forecast
-from zeroshard.planning.fit import in_units
+from zeroshard.planning import Candidate, Forecast, Hint
+from zeroshard.planning.in_words import in_units
 
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
@@ -32,7 +32,10 @@ def show(
 ) -> None:
     """Print one row for each forecast, and what else the options ask for."""
     if as_json:
-        click.echo(json.dumps([_as_json(forecast, machine, each_unit) for forecast in forecasts], indent=2))
+        said = [_as_json(one, machine, each_unit) for one in forecasts]
+        for found, one in zip(said, forecasts, strict=True):
+            found["hints"] = [vars(hint) | {"text": str(hint)} for hint in _hints(one, machine)]
+        click.echo(json.dumps(said, indent=2))
         return
     first = forecasts[0]
     click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
@@ -60,6 +63,13 @@ def show(
             for name, phase in forecast.phases.items()
         ]
         table(("phase", *kinds, "copies", "together"), rows)
+    for forecast in forecasts:
+        for hint in _hints(forecast, machine):
+            click.echo(f"\nhint: {_in_words(forecast)}: {hint}: --replicas {hint.replicas}")
+
+
+def _hints(forecast: Forecast, machine: str | None) -> tuple[Hint, ...]:
+    return forecast.hints() if machine is None else forecast.hints(machine)
 
 
 def _units_of(forecast: Forecast) -> Iterator[tuple[str, int, int, int, str]]:
@@ -97,7 +107,9 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
     what = _what(candidates[0].forecast)
     click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
     if not fitting:
-        click.echo(f"the nearest is {_in_words(others[0].forecast)}: {others[0].reason}")
+        nearest = others[0].forecast
+        run = f"{'units recomputed, ' * bool(_recomputes(nearest))}micro-batches: {nearest.configuration.micro_batches}"
+        click.echo(f"the nearest is {_in_words(nearest)}, {run}: {others[0].reason}")
     if fitting:
         rows = [
             (
@@ -119,9 +131,8 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
 
 
 def _in_words(forecast: Forecast) -> str:
-    plan, precision, mesh, optimizer, units = _named(forecast)
-    recomputed, micro_batches = " recomputed" * bool(_recomputes(forecast)), forecast.configuration.micro_batches
-    return f"{plan}, {precision}, {mesh} ranks, {optimizer}, {units} units{recomputed}, micro-batches: {micro_batches}"
+    plan, precision, mesh, optimizer, units = (f"{v:,}" if isinstance(v, int) else v for v in _named(forecast))
+    return f"{plan}, {precision}, {mesh} ranks, {optimizer}, {units} units"
 
 
 def _of_trace(forecast: Forecast) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from zeroshard.planning.forecast import Configuration as Configuration
 from zeroshard.planning.forecast import Forecast as Forecast
 from zeroshard.planning.forecast import Phase as Phase
 from zeroshard.planning.forecast import plan as plan
+from zeroshard.planning.hints import Hint as Hint
 from zeroshard.planning.moments import Moment as Moment
 from zeroshard.planning.time_model import MACHINES as MACHINES
 from zeroshard.planning.time_model import Machine as Machine

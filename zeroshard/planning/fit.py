@@ -17,6 +17,7 @@ from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.forecast import Configuration, Forecast, plan
+from zeroshard.planning.in_words import in_units
 from zeroshard.planning.time_model import Machine
 
 UNIT_BYTES = (512 << 20, 32 << 20, 8 << 20)
@@ -191,14 +192,3 @@ def _until_one_fits(model: nn.Module, budget: int, configurations: Iterable[Conf
         yield candidate
         if candidate.fits:
             return
-
-
-def in_units(num_bytes: int) -> str:
-    """A number of bytes for people: three digits, in decimal units."""
-    size, unit = float(num_bytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(size) < 999.5 or unit == "PB":
-            break
-        size /= 1000
-    digits = 0 if unit == "B" or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
-    return f"{size:.{digits}f} {unit}"

@@ -30,9 +30,10 @@ from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Train
 from zeroshard.planning import whole_model
 from zeroshard.planning.activations import Trace, Workload
 from zeroshard.planning.disk import Checkpoint
+from zeroshard.planning.hints import MACHINE, WORTH_IT, Gathers, Hint, shards_to_use
 from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.optimizers import GroupOf, Needs, Optimizers, needs_of, num_groups
-from zeroshard.planning.time_model import Machine, Span, StepTime, machine_named, step_time, timeline
+from zeroshard.planning.time_model import Machine, Span, StepTime, machine_named, message_seconds, step_time, timeline
 from zeroshard.planning.traffic import Schedule, step_events
 
 MOST_RANKS = 1 << 20
@@ -163,6 +164,7 @@ class Forecast:
         file: the rank's file in a checkpoint.
         checkpoint: the checkpoint that a save would write.
         training: the units and their layouts.
+        with_replicas: plans the same, without a workload, on a mesh with so many replicas.
         trace: of one micro-batch, if there is a workload.
         moments: of a step, if there is a workload.
         looked_up: names of the embeddings, whose rows are not multiplied with each token.
@@ -178,6 +180,7 @@ class Forecast:
     training: Training = field(repr=False)
     file: FilePlan = field(repr=False)
     checkpoint: Checkpoint = field(repr=False)
+    with_replicas: Callable[[int], Forecast] = field(repr=False)
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
     looked_up: frozenset[str] = frozenset()
@@ -259,6 +262,25 @@ class Forecast:
             looked_up=self.looked_up,
         )
 
+    def hints(self, machine: Machine | str = MACHINE) -> tuple[Hint, ...]:
+        """Advice: a 2-D mesh, if gathers over all ranks are mostly latency (see `hints.py`); usually none.
+
+        Raises:
+            ValueError: an unknown preset.
+        """
+        machine = machine_named(machine) if isinstance(machine, str) else machine
+        gathers = Gathers.of(self.training, self.events)
+        shards = shards_to_use(self.training, gathers, machine)
+        if shards is None:
+            return ()
+        there = self.with_replicas(self.configuration.ranks // shards)
+        seconds, seconds_there = (message_seconds(one.training, one.events, machine) for one in (self, there))
+        if seconds_there > WORTH_IT * seconds:
+            return ()
+        message, share = round(gathers.message(gathers.ranks)), gathers.latency_share(machine, gathers.ranks)
+        replicas = there.configuration.replicas
+        return (Hint(replicas, shards, message, share, seconds, seconds_there, self.peak, there.peak),)
+
     @property
     def sent(self) -> int:
         """Bytes sent in a step."""
@@ -309,6 +331,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         events=step_events(training, _schedule(training, needs, found)),
         training=training,
         file=file,
+        with_replicas=lambda replicas: plan(model, replace(found, replicas=replicas, workload=None)),
         checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),

@@ -65,10 +65,14 @@ class Machine:
         """The time of a ring over `ranks` ranks in which each sends `num_bytes`."""
         if ranks == 1 or not num_bytes:
             return 0.0
-        is_far = ranks > self.node
-        latency = self.far_latency or self.latency if is_far else self.latency
-        bandwidth = self.far_bandwidth or self.bandwidth if is_far else self.bandwidth
+        latency, bandwidth = self.rates(ranks)
         return (ranks - 1) * latency + num_bytes / bandwidth
+
+    def rates(self, ranks: int) -> tuple[float, float]:
+        """Latency and bandwidth of a ring over `ranks` ranks."""
+        if ranks <= self.node:
+            return self.latency, self.bandwidth
+        return self.far_latency or self.latency, self.far_bandwidth or self.bandwidth
 
 
 MACHINES: dict[str, Machine] = {
@@ -146,6 +150,11 @@ def step_time(
     if machine.overlaps:
         exposed = min(exposed, messages.exposed(runs, micro_batches))
     return StepTime(compute, update, messages.total, exposed)
+
+
+def message_seconds(training: Training, events: Mapping[CommEvent, int], machine: Machine) -> float:
+    """The sum of all messages of a step: `StepTime.communication`, which depends on no tokens."""
+    return _Messages.of(training, events, machine).total
 
 
 @dataclass(frozen=True)

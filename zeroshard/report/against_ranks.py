@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 from zeroshard.report.facts import Curve
 from zeroshard.report.svg import Scale, data, element, label, line, log_ticks, picture
 

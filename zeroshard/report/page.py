@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
 from zeroshard.report.run_curves import Chart

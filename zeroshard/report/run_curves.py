@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 from zeroshard.report.run_folder import RunRecord
 from zeroshard.report.svg import Legend, Scale, data, element, label, line, log_ticks, picture, ticks, title
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.planner import Bytes
-from zeroshard.planning.fit import KINDS_IN_WORDS, in_units
+from zeroshard.planning.fit import KINDS_IN_WORDS
+from zeroshard.planning.in_words import in_units
 from zeroshard.report.facts import PHASES, Planned
 from zeroshard.report.run_folder import Measured
 from zeroshard.report.svg import Legend, Scale, data, element, label, line, picture, ticks

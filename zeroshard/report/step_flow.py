@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED
-from zeroshard.planning.fit import in_units
+from zeroshard.planning.in_words import in_units
 from zeroshard.report.facts import Message, Planned
 from zeroshard.report.svg import element, label, picture, rect
 
