@@ -17,6 +17,7 @@ def network(width: int, blocks: int) -> nn.Sequential:
 device = zeroshard.init()
 rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 
+lines = []
 if rank == 0:
     with torch.device("meta"):
         large = network(width=4096, blocks=48)
@@ -26,7 +27,8 @@ if rank == 0:
         kinds = {"units": nn.Sequential, "precision": "bf16", "transport": "native", "device_type": "cuda"}
         planned = plan_memory(large, plan, world_size=64, peak=True, **kinds)
         transient = sum(planned[kind] for kind in ("ring", "buckets", "scratch"))
-        print(f"{plan}  {(sum(planned.values()) - transient) / 1e9:8.2f}  {transient / 1e9:6.2f}")
+        lines.append(f"{plan:5}{(sum(planned.values()) - transient) / 1e9:8.2f}  {transient / 1e9:6.2f}")
+    print("\n".join(lines))
 
 model = network(width=256, blocks=4).to(device)
 at_rest = plan_memory(model, "zero3", world_size, units=nn.Sequential, rank=rank)

@@ -22,13 +22,14 @@ from tests.failures.hosts import on_hosts
 from tests.forked import Forked
 from tests.grids import EVERYTHING
 from tests.hosts.namespaces import SHARED
+from tests.house.pages import DOCS
 from zeroshard.checkpoint import verify
 from zeroshard.testing import run_ranks
 
 KEPT = {
     "digits": ("accuracy",),
     "gan": ("radius",),
-    "memory": ("at_rest",),
+    "memory": ("at_rest", "lines"),
     "muon": ("losses",),
     "scalers": ("scales", "skipped", "losses"),
     "train_plain": ("loss",),
@@ -117,7 +118,9 @@ def test_each_loss_has_its_scale(found: list[dict[str, list[Any]]]) -> None:
 
 
 def test_memory_is_as_planned(found: list[dict[str, list[Any]]]) -> None:
-    assert found[0]["memory"][0]["weights"] > 0
+    at_rest, lines = found[0]["memory"]
+    assert at_rest["weights"] > 0
+    assert len(lines) == 4 and "\n".join(f"    {line}" for line in lines) in (DOCS / "memory.md").read_text()
 
 
 STEPS = 30 if EVERYTHING else 10
