@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -170,6 +171,35 @@ def test_what_fits_with_activations() -> None:
     assert found[0].forecast.configuration.workload.recompute  # type: ignore[union-attr]
     assert found[1].spare == with_recompute.whole_peak - without.whole_peak
     assert "activations" in found[1].reason
+
+
+class Attending(nn.Module):
+    def __init__(self, dropout: float, positional: bool) -> None:
+        super().__init__()
+        self.dropout, self.positional = dropout, positional
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        heads = self.inner(inputs).unflatten(-1, (4, 16)).transpose(1, 2)
+        if self.positional:
+            return functional.scaled_dot_product_attention(heads, heads, heads, None, self.dropout, True)
+        return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout, is_causal=True)
+
+
+def test_attention_keeps_no_scores_on_a_gpu() -> None:
+    """With dropout, torch computes it on a CPU with a matrix of scores, which was also planned for GPUs."""
+    scores = 4 * 4 * 256 * 256 * 4  # fp32, of 4 heads and 4 sequences of 256 tokens
+
+    def peak(device: str, dropout: float, *, positional: bool = False) -> int:
+        with torch.device("meta"):
+            model = Attending(dropout, positional)
+        workload = Workload(lambda: torch.zeros(4, 256, 64), lambda model, inputs: model(inputs).sum())
+        trace = zeroshard.plan(model, Configuration(device=device, workload=workload)).trace
+        assert trace is not None
+        return trace.peak
+
+    assert peak("cuda", 0.1) == peak("cuda", 0.1, positional=True) == peak("cuda", 0.0) == peak("cpu", 0.0) < scores
+    assert peak("cpu", 0.1) > 2 * scores
 
 
 def test_smaller_micro_batches_are_tried_until_they_fit() -> None:

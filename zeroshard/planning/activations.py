@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +45,9 @@ class Workload:
     num_tokens: int = 0
     _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
 
-    def trace(self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions) -> Trace:
+    def trace(
+        self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions, device_type: str = "cpu"
+    ) -> Trace:
         """The trace; computed once for all precisions and units that make no difference to it.
 
         Raises:
@@ -54,9 +57,9 @@ class Workload:
         casts = casts_of(modules_of(model), Rules.of(precision), calls)
         dtypes = {plain_name(name): (spec.weight_dtype, spec.precision.grad) for spec in specs for name in spec.names}
         recomputed = calls if self.recompute else ()
-        key = id(model), frozenset(casts.items()), frozenset(dtypes.items()), recomputed
+        key = id(model), frozenset(casts.items()), frozenset(dtypes.items()), recomputed, device_type
         if key not in self._traces:
-            self._traces[key] = _trace(self, model, dtypes, casts, recomputed)
+            self._traces[key] = _trace(self, model, dtypes, casts, recomputed, device_type)
         return self._traces[key]
 
 
@@ -122,12 +125,29 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self.now -= num_bytes
 
 
+class _AttentionOfGPUs(TorchFunctionMode):
+    """GPUs have kernels that draw the dropout of attention anew in backward, so they keep no matrix of scores. On a CPU
+    only attention without dropout does so: it is traced instead."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args, named = args[:_DROPOUT], dict(zip(("dropout_p", "is_causal"), args[_DROPOUT:], strict=False))
+            kwargs = {**named, **kwargs, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+
+_DROPOUT = 4
+"""The position of the dropout among the arguments of `scaled_dot_product_attention`."""
+
+
 def _trace(
     workload: Workload,
     model: nn.Module,
     dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]],
     casts: Mapping[nn.Module, Cast],
     recomputed: Iterable[str],
+    device_type: str,
 ) -> Trace:
     """`dtypes`: name of a parameter -> dtypes of its weight and gradient."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -142,6 +162,8 @@ def _trace(
             stack.callback(remove)
         for path in recomputed:
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
+        if device_type != "cpu":
+            stack.enter_context(_AttentionOfGPUs())
         stack.enter_context(_measured(model, live, modules))
         stack.enter_context(live)
         for name, parameter in fakes.items():

@@ -320,7 +320,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     file = checkpoint.file(found.rank)
     full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
     phases = _phases(training, needs, found, Copies(full, sum(item.num_bytes for item in file.items)))
-    trace = found.workload.trace(model, specs, found.precision) if found.workload is not None else None
+    trace = found.workload.trace(model, specs, found.precision, found.device) if found.workload is not None else None
     return Forecast(
         configuration=found,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
