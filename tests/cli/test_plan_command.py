@@ -300,21 +300,9 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*arguments, *one_precision]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert sorted(row["micro_batches"] for row in rows) == [1] * 4 + [2] * 4 + [4] * 4, "4 sequences, as none fits"
-    of_six = (
-        "plan",
-        NET,
-        "--plan",
-        "zero3",
-        *INPUTS,
-        "--batch",
-        "6",
-        "--recompute",
-        "--units",
-        "Block",
-        *one_precision,
-    )
-    assert run([*of_six]) == 1
-    assert [row["micro_batches"] for row in json.loads(capsys.readouterr().out)] == [6, 2, 1], "as far as they divide"
+    of_six = ("--plan", "zero3", *INPUTS, "--batch", "6", "--recompute", "--units", "Block")
+    assert run(["plan", NET, *of_six, *one_precision]) == 1
+    assert {row["micro_batches"] for row in json.loads(capsys.readouterr().out)} == {1, 2, 6}, "as far as they divide"
     for wrong, message in (
         ((NET, "--batch", "4"), "add --inputs module:function"),
         ((NET, *INPUTS, "--batch", "4", "--machine", "abacus"), "'abacus' is not one of"),

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.cli.undisturbed import quiet
+from zeroshard.cli.undisturbed import hush
 from zeroshard.errors import InvalidValue
 from zeroshard.integrations.causal_lm import read_config, units_of
+from zeroshard.io.logger import LOGGER
 from zeroshard.io.named import in_one_line, named
 from zeroshard.model.units import UnitPolicy
 from zeroshard.planning.activations import Workload
@@ -108,8 +109,8 @@ def _of_transformers(path: Path) -> Described:
     with _needing("a transformers config", "transformers"):
         import transformers
     library: Any = transformers  # its classes are not typed
-    with quiet():
-        config = read_config(path)
+    hush()
+    config = read_config(path)
 
     def build() -> Any:
         try:
@@ -117,11 +118,13 @@ def _of_transformers(path: Path) -> Described:
         except ValueError:  # no language model
             return library.AutoModel.from_config(config)
 
-    with quiet():
-        model = _on_meta(str(path), build)
+    model = _on_meta(str(path), build)
 
     def workload(sequences: int, tokens: int | None) -> Workload:
-        shape = sequences, tokens or getattr(config, "max_position_embeddings", None) or 1024
+        most = getattr(config, "max_position_embeddings", None)
+        if tokens and most and tokens > most:
+            LOGGER.warning("--tokens %d: the config is for at most %d (max_position_embeddings)", tokens, most)
+        shape = sequences, tokens or most or 1024
         takes_labels = "labels" in inspect.signature(model.forward).parameters
 
         def inputs() -> dict[str, torch.Tensor]:

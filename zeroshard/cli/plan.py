@@ -210,8 +210,9 @@ def _workload(
 
 
 def _splits(described: Described, batch: int | None, tokens: int | None) -> Iterator[tuple[int, Workload]]:
-    """The sequences of a pass in 2, 4, ... smaller passes, as far as they divide."""
-    number = 2
-    while batch and described.workload is not None and batch % number == 0:
-        yield number, described.workload(batch // number, tokens)
-        number *= 2
+    """The sequences of a pass in 2, 4, ... smaller passes (6 sequences: in 2 and 6)."""
+    number, rest = 1, batch or 1
+    while rest > 1 and described.workload is not None:
+        factor = next(n for n in range(2, rest + 1) if rest % n == 0)
+        number, rest = number * factor, rest // factor
+        yield number, described.workload(rest, tokens)

@@ -132,7 +132,8 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
 
 def _in_words(forecast: Forecast) -> str:
     plan, precision, mesh, optimizer, units = (f"{v:,}" if isinstance(v, int) else v for v in _named(forecast))
-    return f"{plan}, {precision}, {mesh} ranks, {optimizer}, {units} units"
+    number, of, size = units.partition(" of ")
+    return f"{plan}, {precision}, {mesh} ranks, {optimizer}, {number} units{of}{size}"
 
 
 def _of_trace(forecast: Forecast) -> dict[str, Any] | None:

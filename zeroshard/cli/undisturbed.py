@@ -16,13 +16,18 @@ LIBRARIES = ("torch", "torchao", "transformers")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A scope in which the libraries log nothing. The command reports their errors itself, in one line. (A library that
-    is imported in the scope may set its level: enter the scope again behind the import.)"""
+    """A scope in which the libraries log nothing. The command reports their errors itself, in one line."""
     with ExitStack() as stack:
         for logger in map(logging.getLogger, LIBRARIES):
             stack.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL + 1)
+        hush()
         yield
+
+
+def hush() -> None:
+    """To be called again in the scope `quiet` behind the import of a library that sets its own level."""
+    for logger in map(logging.getLogger, LIBRARIES):
+        logger.setLevel(logging.CRITICAL + 1)
 
 
 @contextmanager
