@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
 from zeroshard.checkpoint import newest_good
-from zeroshard.cli.commands import in_words
 from zeroshard.cli.main import run
 from zeroshard.errors import AlreadyExists
+from zeroshard.io.refused import in_words
 from zeroshard.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -257,6 +257,7 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "message"),
     [
         ("inspect /nowhere", "/nowhere is not a checkpoint, and contains none"),
+        ("inspect {}/..", "and contains none: expected a step, or the folder of one run, such as {}/../"),
         ("inspect /nowhere/step-3", "there is no folder /nowhere/step-3"),
         ("verify {} --step 9", "holds no step 9; it has the steps [1, 2, 3]"),
         ("verify {}/step-2 --step 1", "--step 1: {}/step-2 is one step already"),

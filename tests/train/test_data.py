@@ -97,7 +97,7 @@ def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no UTF-8 text in .*nothing"):
         prepare(data_at(tmp_path / "nothing", tmp_path))
     (tmp_path / "text.txt").write_text("some text")
-    with pytest.raises(UserError, match=r"cannot write the tokens into .*text.txt"):
+    with pytest.raises(UserError, match=r"cannot write the tokens into .*text.txt is a file: expected a folder"):
         prepare(DataConfig(path=str(tmp_path / "text.txt"), cache=str(tmp_path / "text.txt")))
 
 

@@ -525,7 +525,7 @@ def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp
         (tiny(shared_text, tmp_path / "x", schedule__steps=3), tmp_path / "run", "has done 3 steps: expected --steps"),
         (tiny(shared_text, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
         (tiny(shared_text, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
-        (tiny(shared_text, tmp_path / "run" / "config.toml"), None, "cannot write into"),
+        (tiny(shared_text, tmp_path / "run" / "config.toml"), None, "config.toml is a file: expected a folder"),
         (tiny(shared_text, tmp_path / "x", run__observers="wnadb"), None, "there is no observer 'wnadb'"),
         (tiny(shared_text, damaged), damaged, "no good step in"),
     ]

@@ -1,7 +1,6 @@
 """The checkpoint commands: inspect, verify, export, import, prune. They need one process and no process group."""
 
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.cli.undisturbed import quiet
 from zeroshard.exchange.dcp_folder import METADATA
 from zeroshard.io.checked import NotWritten
+from zeroshard.io.refused import in_words
 from zeroshard.planning.optimizers import class_named
 from zeroshard.starting import begun
 
@@ -45,24 +45,6 @@ class Command(click.Command):
             raise click.ClickException(in_words(error)) from error
         except ValueError as error:
             raise click.ClickException(str(error)) from error
-
-
-def in_words(error: OSError) -> str:
-    """An error of the system in plain words. One of zeroshard, which names no file beside its text, keeps its text."""
-    if not isinstance(error.filename, (str, bytes)):
-        return error.strerror or str(error)
-    path = Path(os.fsdecode(error.filename))
-    match error:
-        case FileExistsError() | NotADirectoryError():
-            file = next((one for one in (path, *path.parents) if one.is_file()), None)
-            return f"{path} exists already" if file is None else f"{file} is a file: expected a folder"
-        case IsADirectoryError():
-            return f"{path} is a folder: expected a file"
-        case FileNotFoundError():
-            return f"there is no {path}"
-        case PermissionError():
-            return f"no permission to read or write {path}"
-    return f"{path}: {error.strerror}"
 
 
 class Size(click.ParamType[int]):
@@ -109,7 +91,9 @@ def find(path: Path, step: int | None) -> Path:
     known = folders.steps(path)
     begun = known | folders.without_manifest(path)
     if not begun:
-        raise click.ClickException(f"{path} is not a checkpoint, and contains none")
+        runs = sorted(one for one in path.glob("*") if folders.steps(one))
+        hint = f": expected a step, or the folder of one run, such as {runs[0]}" if runs else ""
+        raise click.ClickException(f"{path} is not a checkpoint, and contains none{hint}")
     if step is not None and step not in begun:
         raise click.ClickException(f"{path} holds no step {step}; it has the steps {sorted(known)}")
     return folders.find(path, step)

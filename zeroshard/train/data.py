@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.io.refused import in_words
 from zeroshard.train.config import DataConfig, UserError
 from zeroshard.train.text import Split, Texts, texts_of
 from zeroshard.train.tokenizer import Tokenizer, Tokens, tokenizer_of
@@ -74,7 +75,7 @@ def prepare(config: DataConfig) -> Path:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write the tokens into {cache}: {error.strerror or error}") from None
+        raise UserError(f"cannot write the tokens into {cache}: {in_words(error)}") from None
     return target
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
+from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import OptimizerNeeds, Topology, Training
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
@@ -238,7 +239,7 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
         if config.model.config:
             keep_config(folder, Path(config.model.config))
     except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}") from None
+        raise UserError(f"cannot write into {folder}: {in_words(error)}") from None
     return folder
 
 
