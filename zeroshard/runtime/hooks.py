@@ -101,12 +101,14 @@ class Needed:
         gathers: those of them that the call gathers when it begins.
         hooks: around the call.
         inside: modules inside the module that need nothing else, and their hooks.
+        running: how many calls are running (of several threads, or one inside another).
     """
 
     units: list[Unit] = field(default_factory=list)
     gathers: list[Unit] = field(default_factory=list)
     hooks: Around | None = None
     inside: dict[nn.Module, Around] = field(default_factory=dict)
+    running: int = 0
 
     def add(self, unit: Unit, path: str) -> None:
         """`path`: of the module."""
@@ -125,13 +127,15 @@ class Needed:
         # They need no hooks, and torch calls a module without hooks much faster. And torch.compile must not trace these
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
         # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
-        for hooks in self.inside.values():
+        self.running += 1
+        for hooks in self.inside.values() if self.running == 1 else ():
             hooks.of_before.pop(hooks.first, None)
             hooks.of_after.pop(hooks.last, None)
 
     def end(self) -> None:
         """The call is over: put them back, in front of all other hooks, and behind."""
-        for hooks in self.inside.values():
+        self.running -= 1
+        for hooks in self.inside.values() if not self.running else ():
             hooks.of_before[hooks.first] = hooks.before
             hooks.of_before.move_to_end(hooks.first, last=False)
             hooks.of_after[hooks.last] = hooks.after
@@ -233,7 +237,7 @@ class Schedule(NotCopied):
         self._needs: dict[nn.Module, Needed] = {}
         self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
         self._casts: dict[nn.Module, Cast] = {}
-        self._running = Running()
+        self.running = Running()
         self._entered: dict[Unit, Entry] = {}
         self._visits: list[Visit] = []  # forwards since the last backward that it has not visited, in order
         self._trains = False  # whether a unit with trainable parameters has run since
@@ -256,6 +260,7 @@ class Schedule(NotCopied):
         model = modules[""]
         # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
         self._keep(model.register_forward_hook(OutsideGraphs(self._after_model)))
+        self._needs[model] = Needed()  # also without units of its own: the hooks around it tell whether it runs
         for unit in self.gatherer.units:
             for path in unit.spec.modules:
                 self._needs.setdefault(modules[path], Needed()).add(unit, path)
@@ -282,7 +287,7 @@ class Schedule(NotCopied):
                     outer.inside[module] = around[module]
         self.hook_parameters(self.reducer.order)
         # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
-        self._keep(model.register_forward_pre_hook(OutsideGraphs(begin), prepend=True))
+        self._keep(model.register_forward_pre_hook(_begin(self, begin), prepend=True))
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
@@ -306,11 +311,11 @@ class Schedule(NotCopied):
         needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
         method = getattr(module, name)
         before, after = _before(self, needed), _after(self, needed)
-        begin = None if begin is None else OutsideGraphs(begin)
+        begin = None if begin is None else _begin(self, begin)
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if begin is not None and not self._running:
+            if begin is not None and not self.running:
                 begin(module, args)
             before(module, args, kwargs)
             output = None
@@ -379,7 +384,7 @@ class Schedule(NotCopied):
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
-        self._running.begin(units, inputs)
+        self.running.begin(units, inputs)
         needed.begin()
         if makes_graph and in_backward():
             self._return_to(units)
@@ -390,10 +395,10 @@ class Schedule(NotCopied):
         units again when it reaches these. See [Note: who made an output]. `transformed`: a transform is active, which
         runs its own backward at once."""
         units = needed.units
-        if (end := self._running.end(units)) is End.NOT_BEGUN:  # these units were never entered
+        if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
         needed.end()
-        self._running.returned(units, results.output)
+        self.running.returned(units, results.output)
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
         if not free and not in_scope:
@@ -401,14 +406,14 @@ class Schedule(NotCopied):
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
             if not self._visits:  # else the casts are those of a forward that backward will come to
-                self._forget_autocasts()
+                _forget_autocasts(self.gatherer.collectives.device)
             for unit in free:
                 self._without_graph[unit].append(self._visits[-1] if self._visits else None)
             return
         if not in_backward():
             for unit in free:
                 self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
-        around = self._running.around()
+        around = self.running.around()
         visits = [Visit(unit, around) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
@@ -431,14 +436,6 @@ class Schedule(NotCopied):
                 hooked.update(made)
                 leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
         return hooked
-
-    def _forget_autocasts(self) -> None:
-        """Let autocast cast weights anew."""
-        # Until its block ends, autocast keeps the cast of a weight together with the cast's node. A later forward would
-        # use that node, which is older than all nodes of that forward, so backward comes to it last: its unit would
-        # not be here any more. (After a step, the cast would also have the values from before, as in plain torch.)
-        if torch.is_autocast_enabled(self.gatherer.collectives.device.type):
-            torch.clear_autocast_cache()
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
@@ -538,7 +535,7 @@ class Schedule(NotCopied):
         if self._backward is None or in_backward():
             return False
         self._backward, self.accumulates = None, False
-        self._running.end_backward()
+        self.running.end_backward()
         self._forget()
         with torch.no_grad():
             adds = self.reducer.abandon_backward()
@@ -554,8 +551,8 @@ class Schedule(NotCopied):
 
     def _end_backward(self) -> None:
         self._backward = None
-        self._running.end_backward()
-        self._forget_autocasts()
+        self.running.end_backward()
+        _forget_autocasts(self.gatherer.collectives.device)
         try:
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
@@ -565,6 +562,15 @@ class Schedule(NotCopied):
         if accumulates:
             self.reducer.end_backward()
         self.gatherer.end_backward()
+
+
+def _forget_autocasts(device: torch.device) -> None:
+    """Let autocast cast weights anew."""
+    # Until its block ends, autocast keeps the cast of a weight together with the cast's node. A later forward would use
+    # that node, which is older than all nodes of that forward, so backward comes to it last: its unit would not be here
+    # any more. (After a step, the cast would also have the values from before, as in plain torch.)
+    if torch.is_autocast_enabled(device.type):
+        torch.clear_autocast_cache()
 
 
 def _gathers_left(visits: Sequence[Visit], without_graph: Mapping[Unit, deque[Visit | None]]) -> bool:
@@ -581,6 +587,18 @@ def _reset_grad_dtype(parameter: nn.Parameter) -> None:
     parameter.grad_dtype = parameter.dtype
 
 
+def _begin(schedule: Schedule, begin: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+    """The pre-hook of the model."""
+
+    @OutsideGraphs
+    def hook(module: nn.Module, args: Any) -> None:
+        schedule.running.expect_alone(schedule.gatherer.units)
+        with schedule.running.lock:
+            begin(module, args)
+
+    return hook
+
+
 def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any], None]:
     """The pre-hook that gathers."""
 
@@ -589,10 +607,11 @@ def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any
         if needed.hooks is not None:
             needed.hooks.hide_last()
         if not under_transform():
-            schedule.before_module(module, needed, (args, kwargs))
+            with schedule.running.lock:
+                schedule.before_module(module, needed, (args, kwargs))
             return
         schedule.expect_no_transform(needed.units)
-        with outside_transforms():
+        with schedule.running.lock, outside_transforms():
             schedule.before_module(module, needed, (args, kwargs))
 
     return hook
@@ -603,9 +622,10 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any,
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         results = Results(module, (args, kwargs), output)
         if not under_transform():
-            schedule.after_module(needed, results)
+            with schedule.running.lock:
+                schedule.after_module(needed, results)
             return
-        with outside_transforms():
+        with schedule.running.lock, outside_transforms():
             schedule.after_module(needed, results, transformed=True)
 
     return hook
@@ -637,7 +657,7 @@ def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not first.training:
-            with outside_transforms():
+            with schedule.running.lock, outside_transforms():
                 schedule.gatherer.show_ahead(units)
 
     return hook
@@ -646,7 +666,8 @@ def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> 
 def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any, Any], None]:
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        with outside_transforms():  # they are still shown if the module has raised before it called the submodule
+        # They are still shown if the module has raised before it called the submodule.
+        with schedule.running.lock, outside_transforms():
             schedule.gatherer.put_away(units)
 
     return hook

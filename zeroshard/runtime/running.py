@@ -24,7 +24,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.recording import RECORDER, Kind, Range
+from zeroshard.errors import InvalidState
 from zeroshard.model.trees import tensors_in
+from zeroshard.runtime.gather import in_backward
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -37,11 +39,20 @@ class End(Enum):
     NOT_BEGUN = "not begun"
 
 
+Calls = list[tuple[Sequence[Unit], Range | None, BaseException | None]]
+
+
 class Running:
-    """The running calls that have gathered units, the innermost last."""
+    """The running calls of each thread that have gathered units, the innermost last.
+
+    Attributes:
+        lock: held while a hook begins or ends a call; not during the call, as a forward may start threads itself.
+    """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Sequence[Unit], Range | None, BaseException | None]] = []
+        self.lock = threading.RLock()
+        self._of_thread = threading.local()
+        self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
         self._at: tuple[Sequence[Unit], Range | None] = (), None  # the units that backward is at
         self._returned: set[tuple[int, int]] = set()  # thread and number of the graph nodes of recorded outputs
         self._on_leaves: list[RemovableHandle] = []
@@ -49,8 +60,31 @@ class Running:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
+    @property
+    def _calls(self) -> Calls:
+        """Of this thread."""
+        calls: Calls = self._of_thread.__dict__.setdefault("calls", [])
+        return calls
+
+    def expect_alone(self, units: Sequence[Unit]) -> None:
+        """Raises:
+        RuntimeError: another thread runs the model, and units are gathered for one forward at a time (a recomputation
+            inside of a backward belongs to the forward that has begun it)."""
+        if self._runner in (None, threading.get_ident()) or in_backward():
+            return
+        for unit in units:
+            if unit.weights.buffer.borrows and not unit.weights.scopes:
+                raise InvalidState(
+                    f"another thread runs this model, and under this plan the weights of unit {unit.name} are gathered "
+                    "for one forward at a time: let the threads take turns (a threading.Lock around each call), or "
+                    "run them inside `with handle.unsharded():`, or use a plan with replicated weights (zero2)"
+                )
+
     def begin(self, units: Sequence[Unit], inputs: Any) -> None:
         """A call of a module that needs these units begins."""
+        self.expect_alone(units)
+        if self._runner is None:
+            self._runner = threading.get_ident()
         if RECORDER.now is not None:
             around = self._calls[-1][0] if self._calls else ()
             for tensor in _requiring_grad(inputs):
@@ -61,10 +95,13 @@ class Running:
 
     def end(self, units: Sequence[Unit]) -> End:
         """The innermost call that needs these units is over."""
-        for index in range(len(self._calls) - 1, -1, -1):
-            running, forward, handled = self._calls[index]
+        calls = self._calls
+        for index in range(len(calls) - 1, -1, -1):
+            running, forward, handled = calls[index]
             if running is units:  # not `==`: several modules may need the same units
-                del self._calls[index]
+                del calls[index]
+                if not calls and self._runner == threading.get_ident():
+                    self._runner = None
                 _close(forward)
                 # The model may be called where another error is being handled (`except: model(x)`).
                 return End.RETURNED if sys.exception() is handled else End.RAISED

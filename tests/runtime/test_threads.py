@@ -1,0 +1,157 @@
+"""Several threads that call one model.
+
+Under ZeRO-3 they took each other's weights away: an AssertionError, or ranks that waited for each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS, same_bits
+from tests.together import in_turn, on_ranks
+
+WIDTH, CALLS = 6, 30
+
+
+class Pausing(nn.Module):
+    """`pause` is called in the middle of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.pause: Callable[[], object] = int
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.pause()
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x
+
+
+def start(plan: Any) -> tuple[Pausing, zeroshard.Handle, zeroshard.ShardedOptimizer]:
+    torch.manual_seed(0)
+    model = Pausing()
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+
+
+def data(rank: int, number: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * number))
+
+
+def train(model: nn.Module, optimizer: zeroshard.ShardedOptimizer, rank: int, step: int) -> None:
+    model(data(rank, step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """The result, or the error, of each call, on threads of their own."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model(x)
+    return out
+
+
+@on_ranks(2)
+def test_a_second_thread_is_refused_where_weights_are_gathered_for_a_forward(rank: int) -> None:
+    model, handle, optimizer = start("zero3")
+    x = data(rank, 0)
+    with handle.unsharded():
+        expected = evaluated(model, x)
+    inside, refused = threading.Event(), threading.Event()
+    model.pause = lambda: (inside.set(), refused.wait())
+
+    def second(call: Callable[[Tensor], Tensor]) -> Tensor:
+        inside.wait()
+        try:
+            return call(x)
+        finally:
+            refused.set()
+
+    for call in (model, model.layers[3][0]):
+        inside.clear()
+        refused.clear()
+        first, error = at_once(lambda: evaluated(model, x), lambda call=call: second(call))
+        assert torch.equal(first, expected)
+        assert "another thread runs this model" in str(error), error
+    model.pause = int
+    train(model, optimizer, rank, 1)
+    assert all(unit.weights.in_use == 0 for unit in handle.engine.units)
+
+
+@on_ranks(2)
+def test_threads_may_evaluate_where_weights_are_there(rank: int) -> None:
+    """Also while they arrive after a step."""
+
+    def check(rank: int, plan: Any) -> None:
+        model, handle, optimizer = start(plan)
+        for step in range(CALLS):
+            train(model, optimizer, rank, step)
+            found = at_once(*[lambda number=number: evaluated(model, data(rank, number)) for number in range(3)])
+            for number, out in enumerate(found):
+                assert torch.equal(out, evaluated(model, data(rank, number)))
+        assert all(unit.weights.in_use == 0 for unit in handle.engine.units)
+
+    in_turn(check, PLANS[:3])(rank)
+
+
+@on_ranks(2)
+def test_under_zero3_threads_may_evaluate_in_a_scope_and_take_turns_with_a_lock(rank: int) -> None:
+    model, handle, optimizer = start("zero3")
+    plain, _, of_plain = start("ddp")
+    turn = threading.Lock()
+
+    def locked(number: int) -> Tensor:
+        with turn:
+            out: Tensor = model(data(rank, number))
+        return out
+
+    for _ in range(CALLS):
+        with handle.unsharded():
+            for number, out in enumerate(at_once(*[lambda n=n: evaluated(model, data(rank, n)) for n in range(2)])):
+                assert torch.equal(out, evaluated(plain, data(rank, number)))
+        outputs = at_once(lambda: locked(0), lambda: locked(1))
+        sum(out.square().mean() for out in outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum(plain(data(rank, number)).square().mean() for number in range(2)).backward()
+        of_plain.step()
+        of_plain.zero_grad()
+        assert same_bits(handle.full_state_dict(), plain.state_dict())
+    assert all(unit.weights.in_use == 0 for unit in handle.engine.units)
+
+
+@on_ranks(2)
+def test_a_forward_may_start_threads_where_weights_are_there(rank: int) -> None:
+    model, _, _ = start("zero2")
+    x = data(rank, 0)
+    expected = evaluated(model.layers[1], x)
+    model.pause = lambda: found.extend(at_once(*[lambda: evaluated(model.layers[1], x)] * 2))
+    found: list[Any] = []
+    evaluated(model, x)
+    assert all(torch.equal(out, expected) for out in found)
+    assert len(found) == 2
