@@ -7,6 +7,7 @@ import itertools
 import shutil
 import sysconfig
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,12 +271,13 @@ def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 9), nn.Linear(9, 1))
 
 
-def penalised(rank: int, plan: Any, units: Any, ranks: int) -> dict[str, Tensor]:
+def penalised(rank: int, plan: Any, units: Any, *, in_scope: bool = False) -> dict[str, Tensor]:
     model = make(critic)
     handle = zeroshard.shard(model, plan, units=units)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, foreach=False)
     for step in range(2):
-        optimizer.backward(with_penalty(model, rank, step))
+        with handle.unsharded() if in_scope else nullcontext():
+            optimizer.backward(with_penalty(model, rank, step))
         optimizer.step()
     return handle.full_state_dict()
 
@@ -297,9 +299,14 @@ def test_gradients_of_gradients_where_weights_stay() -> None:
     expected = run_ranks(plain, 1)[0]
 
     def check(rank: int) -> None:
-        ways = [(plan, nn.Linear) for plan in PLANS[:3]] + [(zeroshard.ZERO3, 1 << 20)]
-        for plan, units in ways:
-            found = penalised(rank, plan, units, 2)
+        ways = [(plan, nn.Linear, False) for plan in PLANS[:3]]
+        ways += [
+            (zeroshard.ZERO3, 1 << 20, False),
+            (zeroshard.ZERO3, 1 << 20, True),
+            (zeroshard.ZERO3, nn.Linear, True),
+        ]
+        for plan, units, in_scope in ways:
+            found = penalised(rank, plan, units, in_scope=in_scope)
             for name, value in expected.items():
                 torch.testing.assert_close(found[name], value)
 
