@@ -19,7 +19,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.together import together
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
@@ -47,6 +47,17 @@ class EngineOfParameters(Engine):
     def admits(self, parameter: nn.Parameter) -> bool:
         """Also a parameter that no handle owns."""
         return handle_of(parameter) is None or super().admits(parameter)
+
+    def expect_in_place(self) -> None:
+        """As of `Engine`, with what to do where there is neither `shard` nor a handle."""
+        for unit in self.units:
+            for name, found in unit.weights.replaced():
+                raise InvalidState(
+                    f"ShardedOptimizer: the data of parameter {name} have been replaced ({found}): move and cast a "
+                    "model before its optimizer is built, and write values in place, `with torch.no_grad(): "
+                    "parameter.copy_(values)` (not by parameter.data = values, as "
+                    "torch.nn.utils.vector_to_parameters does)"
+                )
 
     def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Shard the parameters that begin to train. Collective; errors as of `shard_parameters`."""

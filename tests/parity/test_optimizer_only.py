@@ -163,3 +163,18 @@ def test_what_is_wrong_is_said_on_every_rank(rank: int) -> None:
     for p in model.parameters():
         torch.distributed.all_reduce(p.grad)
     optimizer.step()
+
+
+@on_ranks(2)
+def test_data_that_have_been_replaced_are_told_in_the_words_of_an_optimizer(rank: int) -> None:
+    """There is no shard, no handle and no precision here; values that are written in place are taken."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter))
+    nn.utils.vector_to_parameters(torch.zeros(83), model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(zeroshard.errors.InvalidState, match=r"ShardedOptimizer: .*replaced.*copy_\(values") as error:
+        optimizer.step()
+    assert not any(word in str(error.value) for word in ("shard()", "handle", "MixedPrecision"))

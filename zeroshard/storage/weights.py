@@ -24,7 +24,7 @@ is another one: autograd compares the version of each saved tensor before it rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NoReturn
 
@@ -343,6 +343,15 @@ class Weights:
         Raises:
             RuntimeError: other code has replaced them (the model would compute with values that no step updates).
         """
+        for name, found in self.replaced():
+            raise InvalidState(
+                f"unit {self._unit}: the data of parameter {name} have been replaced ({found}): move and cast a model "
+                "before shard(); write values inside `with handle.unsharded(write=True):`, in place; a module that "
+                "casts its own weights when it runs belongs in MixedPrecision(keep=...)"
+            )
+
+    def replaced(self) -> Iterator[tuple[str, str]]:
+        """The parameters whose data other code has replaced, and what it has put there."""
         if not self._pointers:
             return
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
@@ -351,13 +360,8 @@ class Weights:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
             if found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
-                raise InvalidState(
-                    f"unit {self._unit}: the data of parameter {slot.name} have been replaced (found {parameter.dtype} "
-                    f"on {parameter.device}, expected {self.buffer.dtype} on {self.buffer.shard.device}, in the buffer "
-                    "of the unit): move and cast a model before shard(); write values inside "
-                    "`with handle.unsharded(write=True):`, in place; a module that casts its own weights when it runs "
-                    "belongs in MixedPrecision(keep=...)"
-                )
+                kept = f"{self.buffer.dtype} on {self.buffer.shard.device}, in the buffer of the unit"
+                yield slot.name, f"found {parameter.dtype} on {parameter.device}, elsewhere; expected {kept}"
 
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:
