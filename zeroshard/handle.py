@@ -17,13 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.model.absent import NotCopied
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
 from zeroshard.runtime import give_back
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
 from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, load_full_state
-from zeroshard.runtime.hooks import NotCopied
 from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
@@ -225,7 +225,7 @@ class Handle(NotTheModel, NotCopied):
         name is FSDP2's.)
         """
         engine = self._open("register_forward_method")
-        engine.schedule.wrap(module, name, engine.before_forward if module is engine.model else None)
+        engine.hooks.wrap(module, name, engine.before_forward if module is engine.model else None)
 
     # Weights -----------------------------------------------------------------------------------------------------
 

@@ -276,7 +276,7 @@ class ShardedOptimizer(TorchOptimizer):
         if self._is_built:
             self.scaling.clear()
             self.agreement.used_up = False
-            self.engine.schedule.abandon_backward()
+            self.engine.hooks.schedule.abandon_backward()
             self._discard_gradients()
 
     def _discard_gradients(self) -> None:

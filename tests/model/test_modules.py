@@ -43,7 +43,7 @@ from tests.together import Together, in_turn, on_ranks
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
-from zeroshard.runtime.hooks import Needed
+from zeroshard.runtime.calls import Needed
 from zeroshard.testing import RankError, run_ranks
 
 CAN_COMPILE = shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()

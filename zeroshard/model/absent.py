@@ -13,7 +13,7 @@ transforms. `reads.py` finds such reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,17 @@ NOT_COPIED = (
     "into it"
 )
 NOT_PICKLED = "a sharded model cannot be pickled: save handle.full_state_dict() instead"
+
+
+class NotCopied:
+    """Cannot be copied or pickled, nor can a module that has such an object as a hook: a copy would share buffers and
+    process groups."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise InvalidType(NOT_COPIED)
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidType(NOT_PICKLED)
 
 
 class _NeedsValues(Exception):

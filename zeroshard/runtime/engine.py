@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState
-from zeroshard.model.absent import as_tensors
+from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.managed import EVERYTHING, Managed
 from zeroshard.model.paths import Modules
@@ -25,7 +25,7 @@ from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
 from zeroshard.runtime.freezing import Freezing
 from zeroshard.runtime.gather import Gatherer, in_backward
-from zeroshard.runtime.hooks import NotCopied, Schedule
+from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.life import Life
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.parking import Parking
@@ -60,7 +60,7 @@ class Engine(NotCopied):
         pool: full-size buffers for weights, gradients and scratch.
         gatherer: gathers and hides weights.
         reducer: accumulates and reduces gradients.
-        schedule: the hooks, which call gatherer and reducer.
+        hooks: on the model; their schedule calls gatherer and reducer.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Engine(NotCopied):
         self._hold(units, max_transient_bytes)
 
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
-        """Start with these units, a new schedule and a new pool; drop all previous ones."""
-        self.schedule = Schedule()
+        """Start with these units, new hooks and a new pool; drop all previous ones."""
+        self.hooks = Hooks()
         self.freezing = Freezing(units, self.collectives)
         self._work_with(units, Pool(self.collectives, max_transient_bytes))
 
@@ -95,7 +95,7 @@ class Engine(NotCopied):
         pool.besides = self.claims.scratch_bytes
         self.gatherer = Gatherer(self.units, self.collectives, pool)
         self.reducer = self.new_reducer()
-        self.schedule.lead_to(self.gatherer, self.reducer)
+        self.hooks.schedule.lead_to(self.gatherer, self.reducer)
 
     def new_reducer(self) -> Reducer:
         """A reducer for the current units and pool."""
@@ -237,7 +237,7 @@ class Engine(NotCopied):
         self.pool.clear()
         self._work_with(self.units, self.pool)
         self.reducer.local = local
-        self.schedule.hook_parameters(frozen)
+        self.hooks.hook_parameters(frozen)
         self.collectives.map_peers()
         for owner in self.claims.owners():
             owner.rebuild()
@@ -281,7 +281,7 @@ class Engine(NotCopied):
 
     def attach(self, modules: Modules, casts: Mapping[nn.Module, Cast]) -> None:
         """Install the hooks on the model. `modules`: those of the model."""
-        self.schedule.attach(modules, casts, self.before_forward)
+        self.hooks.attach(modules, casts, self.before_forward)
 
     @phase("before forward")
     def before_forward(self, module: nn.Module, args: object) -> None:
@@ -295,7 +295,7 @@ class Engine(NotCopied):
         self.check_open("forward")
         expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units)
         expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
-        self.schedule.come_first()  # the user may have registered hooks since, with `prepend=True`
+        self.hooks.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:
             orders.before_forward()
@@ -352,5 +352,5 @@ class Engine(NotCopied):
         self._let_go()
 
     def _let_go(self) -> None:
-        self.schedule.detach()
+        self.hooks.detach()
         self._hold(())

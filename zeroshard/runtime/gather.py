@@ -160,8 +160,8 @@ class Gatherer:
             if not self._turns.is_alone(unit):
                 raise InvalidState(
                     f"create_graph: a gradient of a gradient needs the weights of unit {unit.name} again, and under "
-                    "this plan those of other units replace them in memory. Run forward and both backwards inside `with "
-                    "handle.unsharded():`, or use a plan with replicated weights (zero2)"
+                    "this plan those of other units replace them in memory. Run forward and both backwards inside "
+                    "`with handle.unsharded():`, or use a plan with replicated weights (zero2)"
                 )
 
     def guard(self) -> None:

@@ -1,0 +1,165 @@
+"""The calls of modules: which units they need, the hooks around them, what they have made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+
+from zeroshard.model.trees import tensors_in
+from zeroshard.storage.unit import Unit
+
+
+@dataclass(eq=False)
+class Needed:
+    """What the calls of a module need.
+
+    Attributes:
+        units: the units whose weights stay until the end of the call.
+        gathers: those of them that the call gathers when it begins.
+        hooks: around the call.
+        inside: modules inside the module that need nothing else, and their hooks.
+        running: how many calls are running (of several threads, or one inside another).
+    """
+
+    units: list[Unit] = field(default_factory=list)
+    gathers: list[Unit] = field(default_factory=list)
+    hooks: Around | None = None
+    inside: dict[nn.Module, Around] = field(default_factory=dict)
+    running: int = 0
+
+    def add(self, unit: Unit, path: str) -> None:
+        """`path`: of the module."""
+        if unit not in self.units:
+            self.units.append(unit)
+            if not unit.spec.is_part or path in unit.spec.gathered_by:
+                self.gathers.append(unit)
+
+    def covers(self, other: Needed) -> bool:
+        """Whether these needs include the other ones."""
+        return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
+
+    def begin(self) -> None:
+        """The call begins: take the hooks off the modules inside."""
+        # [Note: modules inside a unit]
+        # They need no hooks, and torch calls a module without hooks much faster. And torch.compile must not trace these
+        # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
+        # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
+        self.running += 1
+        for hooks in self.inside.values() if self.running == 1 else ():
+            hooks.of_before.pop(hooks.first, None)
+            hooks.of_after.pop(hooks.last, None)
+
+    def end(self) -> None:
+        """The call is over: put them back, in front of all other hooks, and behind."""
+        self.running -= 1
+        for hooks in self.inside.values() if not self.running else ():
+            hooks.of_before[hooks.first] = hooks.before
+            hooks.of_before.move_to_end(hooks.first, last=False)
+            hooks.of_after[hooks.last] = hooks.after
+
+
+class Around:
+    """The two hooks around the calls of a module: `before` gathers, `after` hides.
+
+    Attributes:
+        of_before, of_after: torch's ordered dicts with these hooks of the module, under the keys `first` and `last`.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self.before, self.after = before, after
+        self._handles = (
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
+            module.register_forward_hook(after, always_call=True, with_kwargs=True),
+        )
+        self.first, self.last = (handle.id for handle in self._handles)
+        self.of_before: Any = module._forward_pre_hooks
+        self.of_after: Any = module._forward_hooks
+
+    def hide_last(self) -> None:
+        """Move the hook that hides to the end: hooks that the user has registered since may read the weights."""
+        if next(reversed(self.of_after), self.last) != self.last and self.last in self.of_after:
+            self.of_after.move_to_end(self.last)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+@dataclass(eq=False)
+class Visit:
+    """One forward of a unit that backward will come back to.
+
+    Attributes:
+        around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
+            through the same graph that begins at an output of this unit, so they are shown again with it.
+    """
+
+    unit: Unit
+    around: Sequence[Unit] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The state of the autograd graph when a unit's forward began.
+
+    Attributes:
+        next_node: the sequence number of the next node of this thread. Each thread counts for itself, so a forward
+            that is recomputed on the thread of a backward may have lower numbers than its inputs.
+        given: the nodes that made the inputs of the forward.
+    """
+
+    next_node: int
+    given: frozenset[Node]
+
+    @classmethod
+    def of(cls, inputs: Any) -> Self:
+        return cls(torch._C._autograd._get_sequence_nr(), frozenset(made_by(t) for t in differentiable(inputs)))
+
+    def has_advanced(self) -> bool:
+        """Whether any node has been made since."""
+        return torch._C._autograd._get_sequence_nr() > self.next_node
+
+    def has_made(self, output: Tensor) -> bool:
+        # [Note: who made an output]
+        # A skipped block returns its input. A gather for that output could take over the pool buffer of the unit that
+        # made it, just before backward uses it: gradients from another unit's weights, without an error. Sequence
+        # numbers alone are not enough: each thread counts for itself (pytorch/pytorch#52180), so a recomputed forward
+        # may have lower numbers.
+        node = made_by(output)
+        return node not in self.given and node._sequence_nr() >= self.next_node
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a call of a module has returned, and where else it may have left results."""
+
+    module: nn.Module
+    inputs: Any
+    output: Any
+
+    def elsewhere(self) -> list[Tensor]:
+        """Results in the inputs (a list that they are appended to), and in attributes of the module."""
+        attributes = [vars(module) for module in self.module.modules()]
+        own = [value for names in attributes for name, value in names.items() if name not in _OF_TORCH]
+        leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]  # not into the user's objects
+        return [*differentiable(self.inputs), *differentiable(leaves)]
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def made_by(tensor: Tensor) -> Node:
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """The tensors in an output that have a `grad_fn`."""
+    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]

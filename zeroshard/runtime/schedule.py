@@ -1,0 +1,305 @@
+"""Decides which gather or reduction starts when: what happens around forwards, and in backwards."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from zeroshard.errors import InvalidState
+from zeroshard.model.absent import NotCopied, as_tensors
+from zeroshard.model.transforms import given_tensors, under_transform
+from zeroshard.runtime.calls import Entry, Needed, Results, Visit, differentiable
+from zeroshard.runtime.gather import Gatherer, in_backward
+from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.running import End, Running
+from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
+
+_MOST_VISITS = 8
+"""At most this many visits of each module that needs units are remembered until a backward."""
+
+
+class Schedule(NotCopied):
+    """Decides which hook starts which gather or reduction.
+
+    On every rank, backward visits the units of the previous forwards in reverse order: also units that are not in this
+    rank's own graph (a branch that was not taken here), because its peers may need them.
+
+    Attributes:
+        accumulates: whether a backward runs that adds to gradients.
+        num_modules: how many modules need units.
+        running: the running calls of modules.
+    """
+
+    gatherer: Gatherer
+    reducer: Reducer
+
+    def __init__(self) -> None:
+        """Call `lead_to` before anything else."""
+        self._backward: int | None = None  # id of autograd's graph task of the current backward
+        self.accumulates = False
+        self.num_modules = 0
+        self.running = Running()
+        self._entered: dict[Unit, Entry] = {}
+        self._visits: list[Visit] = []  # forwards since the last backward that it has not visited, in order
+        self._trains = False  # whether a unit with trainable parameters has run since
+        self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # last visit before forwards without grad
+        self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
+        self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
+
+    def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
+        """Let the hooks call this gatherer and this reducer."""
+        self.gatherer, self.reducer = gatherer, reducer
+        reducer.gathers_left = partial(_gathers_left, self._visits, self._without_graph)
+
+    # Forward -----------------------------------------------------------------------------------------------------
+
+    def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not under_transform():
+            for leaf in differentiable(output):
+                # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
+                # an intermediate value) begins at its first gradient: `before_gradient`.
+                leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
+
+    def expect_no_transform(self, units: Sequence[Unit]) -> None:
+        """Raises:
+        RuntimeError: `torch.func` would differentiate through weights that are gathered only during the call."""
+        if not torch.is_grad_enabled() or not under_transform():
+            return
+        for unit in units:
+            if unit.weights.is_passing:
+                raise InvalidState(
+                    f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
+                    "plan its weights are here for the time of the call only: transform inside `with "
+                    "handle.unsharded():`, or use a plan with replicated weights (zero2); vmap and jvp alone also work "
+                    "under torch.no_grad()"
+                )
+
+    def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
+        if self._backward is not None and self.abandon_backward():
+            raise InvalidState(
+                "a backward has raised, and with its gradients those of earlier micro-batches are discarded: they are "
+                "in one sum. Call optimizer.zero_grad() after such an error, and begin with the first micro-batch again"
+            )
+        units, makes_graph = needed.units, torch.is_grad_enabled()
+        given = given_tensors((module, *needed.inside))
+        for unit in units if given else ():
+            unit.weights.expect_present(given)
+        begins = [unit for unit in units if unit.weights.is_between_forwards] if makes_graph else []
+        if begins:
+            self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
+        self._trains = self._trains or any(unit.requiring_grad() for unit in units)
+        self.running.begin(units, inputs)
+        needed.begin()
+        if makes_graph and in_backward():
+            self._return_to(units)
+        self.gatherer.enter(units, needed.gathers)
+
+    def after_module(self, needed: Needed, results: Results, *, transformed: bool = False) -> None:
+        """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
+        units again when it reaches these. See [Note: who made an output]. `transformed`: a transform is active, which
+        runs its own backward at once."""
+        units = needed.units
+        if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
+            return
+        needed.end()
+        self.running.returned(units, results.output)
+        free = self.gatherer.leave(units, waits=end is End.RETURNED)
+        in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
+        if not free and not in_scope:
+            return
+        entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
+        if not torch.is_grad_enabled():
+            if not self._visits:  # else the casts are those of a forward that backward will come to
+                _forget_autocasts(self.gatherer.collectives.device)
+            for unit in free:
+                self._without_graph[unit].append(self._visits[-1] if self._visits else None)
+            return
+        if not in_backward():
+            for unit in free:
+                self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
+        around = self.running.around()
+        visits = [Visit(unit, around) for unit in free]
+        if self._trains:
+            self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
+            if len(self._visits) > _MOST_VISITS * self.num_modules:  # forwards without a backward
+                self._visits.clear()
+        # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
+        visits = [*visits, *(Visit(unit, around) for unit in in_scope)]
+        hooked = self._hook(differentiable(results.output), visits, entries)
+        if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
+            self._hook(results.elsewhere(), [visit for visit in visits if visit not in hooked], entries)
+
+    def _hook(
+        self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
+    ) -> set[Visit]:
+        """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
+        hooked: set[Visit] = set()
+        for leaf in leaves:
+            made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
+            if made:
+                hooked.update(made)
+                leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+        return hooked
+
+    def _is_first_seen(self, unit: Unit) -> bool:
+        """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
+        forward ran without grad and left none, and an inner backward follows. Any other forward has left a visit."""
+        return unit not in self._at and all(visit.unit is not unit for visit in self._visits)
+
+    # Backward ----------------------------------------------------------------------------------------------------
+
+    def _on_output_grad(self, visits: Sequence[Visit]) -> None:
+        self.begin_backward()
+        units, around = [visit.unit for visit in visits], visits[0].around
+        if torch.is_grad_enabled():  # create_graph
+            # The second backward reads weights through views that the first has left in the graph. No hook could gather
+            # them again, so they must stay.
+            self.gatherer.expect_to_stay([unit for unit in units if not unit.weights.scopes])
+        with torch.no_grad():
+            waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
+            if not waiting:
+                self.gatherer.enter_backward([*around, *units])
+                return
+            self._visit_from(waiting[-1] + 1)
+            del self._visits[waiting[0] :]
+            self._come_to(units, around)
+
+    def _return_to(self, units: Sequence[Unit]) -> None:
+        """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
+        Backward is done with the units that ran after it: visit them first."""
+        marks = [self._without_graph[unit].pop() for unit in units if self._without_graph.get(unit)]
+        checkpoint = torch._C._current_autograd_node()
+        if not marks or self._backward is None or checkpoint is self._recomputed:
+            return  # later visits belong to this checkpoint
+        self._recomputed = checkpoint
+        with torch.no_grad():
+            self._visit_from(max(0 if mark is None else self._place_behind(mark) for mark in marks))
+            self._come_to([])
+
+    def _place_behind(self, visit: Visit) -> int:
+        return self._visits.index(visit) + 1 if visit in self._visits else len(self._visits)
+
+    def _visit_from(self, first: int) -> None:
+        """Visit the units of the visits from number `first` on, the last one first."""
+        while len(self._visits) > first:
+            visit = self._visits.pop()
+            self._come_to([visit.unit], visit.around)
+
+    def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
+        """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
+        they are reduced here, also if this rank has no gradient of them, as its peers may have some."""
+        # Gather before any reduction: a peer may wait for this gather before it reads what a reduction below waits for.
+        self.gatherer.gather_for_backward([*around, *units])
+        task = torch._C._current_graph_task_id()
+        # An inner backward (of a reentrant checkpoint) has a higher id. While it runs, it is unknown whether the outer
+        # backward has more gradients for the units that it was at: they stay in `_at` until the outer one goes on.
+        unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._leave(unit, units)}
+        self._at = dict.fromkeys(units, task) | unfinished
+        self.gatherer.enter_backward([*around, *units])
+
+    def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
+        """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
+        has gradients for it: then ask again later."""
+        # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
+        if unit in next_units or unit.spec.of_root or any(visit.unit is unit for visit in self._visits):
+            return True
+        return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
+
+    def before_gradient(self, parameter: Tensor) -> None:
+        """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
+        if not self.accumulates and _is_accumulated(parameter):
+            self.begin_backward(accumulates=True)
+        self.reducer.single_uses.expect_one_graph(parameter)
+
+    def begin_backward(self, *, accumulates: bool | None = None) -> None:
+        """Called by every hook of a backward; the first call queues a callback for its end.
+
+        Args:
+            accumulates: True: it leaves gradients in parameters; None: look at the graph. (In a reentrant checkpoint,
+                parameters are not in the graph until an inner backward reaches them.)
+        """
+        if self._backward is None:
+            self._backward = torch._C._current_graph_task_id()
+            # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
+            # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
+            # of a reentrant checkpoint, it would run at the end of that one, in the middle of the outer backward
+            # (facebookresearch/fairscale#753).
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if accumulates is None:
+                accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
+                if not accumulates:
+                    self.gatherer.guard()
+        if accumulates and not self.accumulates:
+            self.accumulates = True
+            self.reducer.begin_backward()
+
+    def abandon_backward(self) -> bool:
+        """If the last backward raised and never ended: wait for its collectives, and discard its gradients. Returns
+        whether it had added to gradients of earlier ones, which are discarded, too."""
+        if self._backward is None or in_backward():
+            return False
+        self._backward, self.accumulates = None, False
+        self.running.end_backward()
+        self._forget()
+        with torch.no_grad():
+            adds = self.reducer.abandon_backward()
+        self.gatherer.end_backward()
+        return adds
+
+    def _forget(self) -> None:
+        """Drop the records of forwards and of this backward."""
+        self._visits.clear()
+        self._without_graph.clear()
+        self._recomputed, self._trains = None, False
+        self._at.clear()
+
+    def _end_backward(self) -> None:
+        self._backward = None
+        self.running.end_backward()
+        _forget_autocasts(self.gatherer.collectives.device)
+        try:
+            with torch.no_grad():
+                self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
+        finally:
+            accumulates, self.accumulates = self.accumulates, False
+            self._forget()
+        if accumulates:
+            self.reducer.end_backward()
+        self.gatherer.end_backward()
+
+
+def _forget_autocasts(device: torch.device) -> None:
+    """Let autocast cast weights anew."""
+    # Until its block ends, autocast keeps the cast of a weight together with the cast's node. A later forward would use
+    # that node, which is older than all nodes of that forward, so backward comes to it last: its unit would not be here
+    # any more. (After a step, the cast would also have the values from before, as in plain torch.)
+    if torch.is_autocast_enabled(device.type):
+        torch.clear_autocast_cache()
+
+
+def _gathers_left(visits: Sequence[Visit], without_graph: Mapping[Unit, deque[Visit | None]]) -> bool:
+    """Whether backward will come to a unit whose gather has not begun."""
+    ahead = {visit.unit for visit in visits} | {unit for unit, marks in without_graph.items() if marks}
+    return any(unit.weights.state is Residency.SHARDED for unit in ahead)
+
+
+def _no_marks() -> dict[Unit, deque[Visit | None]]:
+    return defaultdict(partial(deque, maxlen=_MOST_VISITS))
+
+
+def _is_accumulated(parameter: Tensor) -> bool:
+    """Whether the current backward reaches the parameter and adds to its `grad`."""
+    with as_tensors():
+        if not parameter.requires_grad:
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+        except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
+            return False
