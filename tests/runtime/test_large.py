@@ -82,6 +82,44 @@ def test_values_come_as_from_apply_module_by_module() -> None:
     run_ranks(check, 2)
 
 
+def test_ranks_agree_once_per_unit_and_not_once_per_module() -> None:
+    """Each block has several modules. The root unit's are before the blocks and behind them."""
+
+    class Blocks(nn.Module):
+        def __init__(self, modules: int) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.Sequential(*(nn.Sequential(*(nn.Linear(4, 4) for _ in range(modules))) for _ in range(5)))
+            self.last = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def check(rank: int) -> list[dict[str, int]]:
+        found = []
+        for modules in (1, 8):
+            counts = dict.fromkeys(("count", "broadcast"), 0)
+
+            def counting(name: str, counts: dict[str, int] = counts) -> Any:
+                original = getattr(Collectives, name)
+
+                def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                    counts[name] += 1
+                    return original(self, *args, **kwargs)
+
+                return call
+
+            model = on_meta(lambda modules=modules: Blocks(modules))
+            groups = [tuple(f"blocks.{index}.{number}" for number in range(modules)) for index in range(5)]
+            with pytest.MonkeyPatch.context() as patch:
+                for name in counts:
+                    patch.setattr(Collectives, name, counting(name))
+                zeroshard.shard(model, "zero3", units=groups, materialize=init)
+            found.append(counts)
+        return found
+
+    few, many = run_ranks(check, 2)[0]
+    assert few == many
+    assert many["broadcast"] >= 7  # the counter counts
+
+
 class Peak(TorchDispatchMode):
     """The maximum of the bytes of storages that were allocated inside the mode."""
 
@@ -191,7 +229,7 @@ def test_a_file_that_does_not_fit_is_refused_on_every_rank(tmp_path: Path) -> No
                 raise KeyError("in the user's function")
 
         model = on_meta(Net)
-        with pytest.raises(ValueError, match="in the user's function"):
+        with pytest.raises(ValueError, match=r"rank 1.*at a LayerNorm.*in the user's function"):
             zeroshard.shard(model, "zero3", units=Block, materialize=broken)
         assert all(tensor.is_meta for tensor in model.state_dict().values())  # unchanged
         zeroshard.shard(model, "zero3", units=Block, materialize=init)

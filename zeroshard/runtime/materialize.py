@@ -1,6 +1,6 @@
-"""Gives models that were built on the meta device their values, one module or one fragment at a time.
+"""Gives models that were built on the meta device their values, one unit or one fragment at a time.
 
-No rank holds more than its own part and the parameters of one module (or the fragments of one parameter).
+No rank holds more than its own part and the parameters of one unit (or the fragments of one parameter).
 """
 
 from __future__ import annotations
@@ -71,28 +71,61 @@ def materialize(
 def _initialize(
     model: nn.Module, units: Sequence[Unit], init: Callable[[nn.Module], None], collectives: Collectives
 ) -> None:
-    """Like `model.apply(init)`, with memory for one module at a time; rank 0's values are used."""
+    """Like `model.apply(init)`, with memory for one unit at a time; rank 0's values are used."""
     place = {id(p): (unit, index) for unit in units for index, p in enumerate(unit.parameters)}
     left = {id(p): plain_name(name) for name, p in model.named_parameters() if id(p) in place}
+    for modules in _by_unit(model, {of: unit for of, (unit, _) in place.items()}):
+        run = partial(_fill, modules, init, place.keys())
+        filled: list[tuple[nn.Parameter, Tensor]] = together(collectives, "materialize", run)
+        buffers = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+        # Broadcast always: ranks draw different random numbers unless they are seeded alike, and `init` may depend on
+        # anything.
+        collectives.broadcast([*(values for _, values in filled), *buffers])
+        for parameter, values in filled:
+            if _is_set(values):
+                unit, index = place[id(parameter)]
+                unit.write_slot(index, partial(_part, values.reshape(-1)))
+                left.pop(id(parameter), None)
+    together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
+
+
+def _by_unit(model: nn.Module, unit_of: Mapping[int, Unit]) -> Iterator[list[nn.Module]]:
+    """The modules in the order of `Module.apply`, divided where the parameters of another unit begin: ranks agree once
+    for each part. `unit_of`: by id of the parameter."""
+    part: list[nn.Module] = []
+    before: set[Unit] = set()
     for module in _children_first(model):
+        units = {unit_of[id(p)] for p in module._parameters.values() if p is not None and id(p) in unit_of}
+        if units and before and units != before:
+            yield part
+            part = []
+        before = units or before
+        part.append(module)
+    yield part
+
+
+@torch.no_grad()
+def _fill(
+    modules: Iterable[nn.Module], init: Callable[[nn.Module], None], managed: Collection[int]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Call the function with one module after the other. Only the module's own parameters have memory then. Returns the
+    managed ones (by id) with their values."""
+    filled = []
+    for module in modules:
         own = [p for p in module._parameters.values() if p is not None]  # the last module that sets a shared one counts
         absent = [parameter.data for parameter in own]
         for parameter in own:
             parameter.data = _unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-        run = partial(_run, init, module, place.keys())
-        with torch.no_grad():
-            together(collectives, f"materialize, at a {type(module).__name__}", run, words=repr)
-        taken = [parameter.data for parameter in own if id(parameter) in place]
-        # Broadcast always: ranks draw different random numbers unless they are seeded alike, and `init` may depend on
-        # anything.
-        collectives.broadcast([*taken, *module.buffers(recurse=False)])
+        try:
+            _run(init, module, managed)
+        except InvalidValue:
+            raise
+        except Exception as error:
+            raise InvalidValue(f"at a {type(module).__name__}: {error!r}") from error
+        filled += [(parameter, parameter.data) for parameter in own if id(parameter) in managed]
         for parameter, before in zip(own, absent, strict=True):
-            if id(parameter) in place and _is_set(parameter.data):
-                unit, index = place[id(parameter)]
-                unit.write_slot(index, partial(_part, parameter.data.reshape(-1)))
-                left.pop(id(parameter), None)
             parameter.data = before
-    together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
+    return filled
 
 
 def _run(init: Callable[[nn.Module], None], module: nn.Module, managed: Collection[int]) -> None:
