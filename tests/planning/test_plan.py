@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -477,6 +477,7 @@ def test_bad_input() -> None:
         ({"ranks": 2, "rank": 2}, "below the number of ranks"),
         ({"micro_batches": True}, "micro_batches must be"),
         ({"device": "abacus"}, "device must be one of cpu, cuda"),
+        ({"loss_scales": -1}, "loss_scales must be a whole number from 0"),
         ({"plan": "zero4"}, "unknown plan 'zero4'"),
         ({"precision": "int8"}, "unknown precision"),
         ({"transport": "pigeon"}, "transport must be one of"),
@@ -495,8 +496,34 @@ def test_bad_input() -> None:
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             zeroshard.plan(model, Configuration(**wrong))
-    with pytest.raises(ValueError, match="at least one byte"):
-        fit(model, 0)
+    for budget in (0, "80GB"):
+        with pytest.raises(ValueError, match="at least one byte"):
+            fit(model, budget)  # type: ignore[arg-type]
+
+
+def test_other_types_are_named() -> None:
+    """They were AttributeErrors of the planner's insides."""
+    model, wrong = on_meta(), cast(Any, zeroshard.plan)
+    linear = nn.Linear(1, 1)
+    for call, message in (
+        (lambda: wrong(model, "zero3"), "expected a Configuration, as in plan.model, .*, found 'zero3'"),
+        (lambda: wrong(nn.Linear), "expected a Module, as in"),
+        (lambda: Configuration(workload=cast(Any, 3)), "must be a Workload"),
+        (lambda: Workload(cast(Any, torch.zeros(1)), lambda model, inputs: model(inputs)), "expected two functions"),
+        (
+            lambda: wrong(model, Configuration(optimizer=cast(Any, torch.optim.SGD(linear.parameters())))),
+            "expected an optimizer class or its name, found a SGD",
+        ),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    for loss in (lambda model, inputs: model(inputs), lambda model, inputs: 3.0):
+        with pytest.raises(ValueError, match="the loss must be a tensor with one element"):
+            wrong(model, Configuration(workload=Workload(lambda: torch.zeros(1, 64), loss)))
+    found = fit(model, 10**9, Configuration(), plans="zero3", precisions="bf16")
+    assert {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in found} == {
+        ("zero3", "bf16")
+    }
 
 
 def test_batch_norms_are_refused_as_shard_does() -> None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.named import in_one_line
 from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
@@ -37,6 +37,9 @@ class Workload:
         recompute: whether the modules that are units are called through `torch.utils.checkpoint`. (Checkpointing inside
             the model is traced in any case.)
         num_tokens: for the time model; 0: not known.
+
+    Raises:
+        TypeError: `inputs` or `loss` is not a function.
     """
 
     inputs: Callable[[], Any]
@@ -44,6 +47,13 @@ class Workload:
     recompute: bool = False
     num_tokens: int = 0
     _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not (callable(self.inputs) and callable(self.loss)):
+            raise InvalidType(
+                "Workload: expected two functions: inputs(), and loss(model, inputs); found a "
+                f"{type(self.inputs).__name__} and a {type(self.loss).__name__}"
+            )
 
     def trace(
         self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions, device_type: str = "cpu"
@@ -174,6 +184,9 @@ def _trace(
             of_inputs = live.now
             loss = workload.loss(model, inputs)
             forward, saved = live.mark(), live.now
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
+                raise InvalidValue(f"activations: the loss must be a tensor with one element, found {shape}")
             loss.backward()  # type: ignore[no-untyped-call]
         rest = live.mark()
         backward = max([rest, *(num_bytes for _, num_bytes in gradients)])

@@ -92,9 +92,11 @@ def fit(
     Raises:
         ValueError: the budget is below 1; or as `plan`.
     """
-    if budget < 1:
-        raise InvalidValue(f"the budget must be at least one byte, found {budget}")
-    given, plans = configuration or Configuration(), list(plans)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget < 1:
+        raise InvalidValue(f"the budget must be at least one byte, found {budget!r}")
+    given, plans = configuration or Configuration(), [plans] if isinstance(plans, str) else list(plans)
+    if isinstance(precisions, str):
+        precisions = [precisions]
     if sizes is None:
         sizes = UNIT_BYTES if given.units is None else ()
     candidates: list[Candidate] = []

@@ -19,7 +19,7 @@ from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.layout.cuts import SIZES
 from zeroshard.model.casting import Precisions
@@ -62,6 +62,7 @@ class Configuration:
 
     Raises:
         ValueError: the numbers do not form a mesh; an unknown plan, device or transport.
+        TypeError: `workload` is not one.
     """
 
     plan: Plan | str | int = "zero3"
@@ -87,6 +88,10 @@ class Configuration:
         _ = self.placements
         if self.device not in SIZES:
             raise InvalidValue(f"device must be one of {', '.join(SIZES)}, found {self.device!r}")
+        if self.loss_scales is not None:
+            expect_number("loss_scales", self.loss_scales, 0)
+        if self.workload is not None and not isinstance(self.workload, Workload):
+            raise InvalidType(f"workload must be a Workload(inputs, loss), found {self.workload!r:.80}")
 
     @property
     def placements(self) -> Plan:
@@ -302,8 +307,13 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     Raises:
         ValueError: as `shard` for units and precision; the optimizer is unknown, or refuses a parameter; the model is
             sharded already.
+        TypeError: not a model, or not a Configuration.
     """
-    found = configuration or Configuration()
+    found = Configuration() if configuration is None else configuration
+    for value, kind in ((model, nn.Module), (found, Configuration)):
+        if not isinstance(value, kind):
+            call = "plan(model, Configuration(plan='zero3', ranks=8))"
+            raise InvalidType(f"plan: expected a {kind.__name__}, as in {call}, found {value!r:.80}")
     parameters = Managed.without(model, found.ignored).parameters(model)
     if any(handle_of(parameter) is not None for parameter in parameters.values()):
         raise InvalidValue(

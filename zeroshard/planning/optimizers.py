@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zeroshard import optim
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.named import in_one_line, named
 from zeroshard.layout.layout import Slot
 from zeroshard.model.units import plain_name
@@ -134,6 +134,10 @@ def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
         yield from optimizers.split("+")
     elif isinstance(optimizers, type) or (isinstance(optimizers, tuple) and isinstance(optimizers[-1], Mapping)):
         yield optimizers
+    elif isinstance(optimizers, torch.optim.Optimizer):
+        raise InvalidType(
+            f"expected an optimizer class or its name, found a {type(optimizers).__name__} with parameters"
+        )
     else:
         yield from optimizers  # type: ignore[misc]
 
