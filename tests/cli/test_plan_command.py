@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -277,6 +280,21 @@ def test_a_wrong_value_in_a_config_of_transformers_is_one_line(
     for value, message in (("x", "Field 'n_layer' expected int, got str"), (-1, "")):
         path.write_text(json.dumps({"model_type": "gpt2", "n_layer": value, "vocab_size": -1}))
         assert message in said(capfd, "plan", path, code=2)
+
+
+class Gone(io.StringIO):
+    def write(self, text: str, /) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_reader_that_reads_no_further_is_no_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`zeroshard plan ... | head -1` printed "error: Broken pipe"."""
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Gone())
+        assert run(["plan", NET]) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_a_model_without_anything_to_differentiate_is_named() -> None:

@@ -25,6 +25,10 @@ DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16":
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
+READER_GONE = 141
+"""The exit code where `head` or a pager reads no further: the one that a shell shows for SIGPIPE."""
+
+
 class Damaged(click.ClickException):
     """A checkpoint, or a file to be imported as one, is damaged; exit code 1."""
 
@@ -41,6 +45,8 @@ class Command(click.Command):
             raise click.ClickException(str(error)) from error
         except CheckpointError as error:
             raise Damaged(str(error)) from error
+        except BrokenPipeError:
+            return READER_GONE
         except OSError as error:
             raise click.ClickException(in_words(error)) from error
         except ValueError as error:
