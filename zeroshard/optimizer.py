@@ -87,7 +87,7 @@ class ShardedOptimizer(TorchOptimizer):
         **defaults: Any,
     ) -> None:
         expect_parameters(handle_or_params)
-        expect_class(optimizer_class, positional)
+        expect_class(optimizer_class, positional, defaults)
         handle = handle_or_params if isinstance(handle_or_params, Handle) else None
         if handle is not None:
             handle.engine.check_open("build an optimizer")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.examples import run_example
 from tests.grids import EVERYTHING
@@ -164,6 +166,63 @@ def test_outputs_and_losses_have_the_dtype_of_the_plain_accelerator() -> None:
     run_ranks(check, 1)
 
 
+def test_a_scheduler_does_not_warn_of_its_optimizer() -> None:
+    """Torch warns if the optimizer that a scheduler was made for does not count its steps."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 1)
+        accelerator, model = Accelerator(sharding="zero1"), make(Net)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        rates = torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, plain, rates)
+        (tokens,) = texts().tensors
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                accelerator.backward(loss_of(model, tokens[:8]))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        assert not [str(one.message) for one in seen if "scheduler" in str(one.message)]
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 4]
+
+    run_ranks(check, 1)
+
+
+def test_a_record_says_more_than_the_argument_of_the_precision() -> None:
+    """The remedy that the message about batch norms names."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        from accelerate.state import AcceleratorState
+
+        import zeroshard
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 1)
+        for precision in (None, zeroshard.MixedPrecision(param=torch.bfloat16, keep=(nn.BatchNorm1d,))):
+            AcceleratorState._reset_state()
+            accelerator = Accelerator(sharding={"precision": precision}, mixed_precision="bf16")
+            model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+            if precision is None:
+                with pytest.raises(ValueError, match="keep 1 in fp32, with precision=MixedPrecision"):
+                    accelerator.prepare(model)
+                continue
+            model = accelerator.prepare(model)
+            assert model(torch.randn(3, 4)).dtype == torch.float32
+            dtypes = {unit.spec.weight_dtype for unit in accelerator.handle_of(model).engine.units}
+            assert dtypes == {torch.bfloat16, torch.float32}
+        AcceleratorState._reset_state()
+        other = zeroshard.MixedPrecision(param=torch.float16)
+        with pytest.raises(ValueError, match="leave out one of the two"):
+            Accelerator(sharding={"precision": other}, mixed_precision="bf16")
+
+    run_ranks(check, 1)
+
+
 def automatic(folder: Path) -> Any:
     from accelerate.utils import ProjectConfiguration
 
@@ -270,7 +329,7 @@ def test_what_shards_too_is_refused() -> None:
         accelerator = Accelerator()
         with pytest.raises(ValueError, match=r"is not sharded yet: accelerator.prepare\(model\) first"):
             accelerator.handle_of(make(Net))
-        with pytest.raises(ValueError, match="one that is not sharded: prepare"):
+        with pytest.raises(ValueError, match="of a model that is not sharded: prepare"):
             accelerator.prepare(torch.optim.SGD(make(Net).parameters(), lr=1.0))
 
     run_ranks(check, 2)

@@ -276,6 +276,18 @@ def test_outputs_in_bf16_have_the_dtype_of_the_plain_trainer(tmp_path: Path) -> 
     run_ranks(check, 1)
 
 
+def test_the_mixin_comes_first() -> None:
+    """Behind the Trainer it did nothing, and the model was trained under torch DDP."""
+    import transformers as hf
+
+    from zeroshard.integrations.transformers import ShardedTrainer, ShardedTrainerMixin
+
+    with pytest.raises(TypeError, match=r"Last: .* write class Last\(ShardedTrainerMixin, Trainer\)"):
+        type("Last", (hf.Trainer, ShardedTrainerMixin), {})
+    type("First", (ShardedTrainerMixin, type("Own", (hf.Trainer,), {})), {})
+    type("Further", (ShardedTrainer,), {})
+
+
 def reset_accelerate() -> None:
     from accelerate.state import AcceleratorState
 

@@ -65,6 +65,10 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
         refused(TypeError, "the handle comes first", sharded, torch.optim.AdamW, handle)
         told = r"AdamW are passed by name: write ShardedOptimizer\(handle, AdamW, lr=0\.01, betas=\(0\.9, 0\.99\)\)"
         refused(TypeError, told, sharded, handle, torch.optim.AdamW, 1e-2, (0.9, 0.99))
+        told = r"AdamW takes its parameters from the first argument.* ShardedOptimizer\(handle, AdamW, lr=\.\.\.\)"
+        for params in (model.parameters(), list(model.parameters()), [{"params": []}], model[0].weight):
+            refused(TypeError, told, sharded, handle, torch.optim.AdamW, params, lr=1e-3)
+        refused(TypeError, told, sharded, handle, torch.optim.AdamW, params=model.parameters(), lr=1e-3)
         refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
         refused(TypeError, f"found the class Linear: {write}", sharded, handle, nn.Linear, lr=1e-3)
         optimizer, second = sharded(handle, torch.optim.AdamW, lr=1e-3), zeroshard.shard(build(), "zero1")

@@ -125,10 +125,14 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler: it steps when its optimizer has stepped."""
+        own = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers:
-            if getattr(scheduler, "optimizer", None) is optimizer.taken_over:
-                scheduler.optimizer = optimizer.optimizer
-        return super().prepare_scheduler(scheduler)
+            if own is not None and own is optimizer.taken_over:
+                scheduler.optimizer = optimizer.optimizer  # so that Accelerate finds it among the prepared ones
+        prepared = super().prepare_scheduler(scheduler)
+        if own is not None:
+            scheduler.optimizer = own  # which counts its steps; torch warns of an optimizer that does not
+        return prepared
 
     # The loop ----------------------------------------------------------------------------------------------------
 

@@ -66,17 +66,21 @@ class Sharding:
         return cls(**found)
 
     def in_precision(self, name: str | None, argument: str, output: torch.dtype | None = torch.float32) -> Sharding:
-        """The record with the precision of the framework's own argument (None or "no": unchanged). `output`: the dtype
-        to which the framework converts what the model returns; losses are computed from it.
+        """The record with the precision of the framework's own argument (None or "no": unchanged). A `MixedPrecision`
+        with weights of the same dtype says more than the argument, and stays. `output`: the dtype to which the
+        framework converts what the model returns; losses are computed from it.
 
         Raises:
             ValueError: both set a precision.
         """
         if name in (None, "no"):
             return self
-        if self.precision is not None:
+        own, asked = self.precision, as_precision(name)
+        if isinstance(own, MixedPrecision) and asked is not None and own.param == asked.param:
+            return replace(self, _output=output)
+        if own is not None:
             raise InvalidValue(
-                f"{argument} asks for {name!r}, and sharding for precision={self.precision!r}: leave out one of the two"
+                f"{argument} asks for {name!r}, and sharding for precision={own!r}: leave out one of the two"
             )
         return replace(self, precision=name, _output=output)
 
@@ -95,8 +99,8 @@ class Sharding:
                 )
             return handle
         options = {name: value for name, value in self._values() if name not in (*_OF_THE_OPTIMIZER, "_output")}
-        record = as_precision(self.precision) if isinstance(self.precision, str) else None
-        if record is not None and self._output is not None:
+        record = as_precision(self.precision) if isinstance(self.precision, (str, MixedPrecision)) else None
+        if record is not None and record.output is None and self._output is not None:
             options["precision"] = replace(record, output=self._output)
         return shard(model, **options)
 
@@ -128,9 +132,10 @@ class Sharding:
         handles = {id(handle): handle for handle in map(handle_of, parameters)}
         handle = next(iter(handles.values()), None)
         if len(handles) != 1 or handle is None:
+            found = "a model" if len(handles) < 2 else "several models, or of one"
             raise InvalidValue(
-                f"{type(optimizer).__name__} has parameters of {len(handles)} models, or of one that is not sharded: "
-                "prepare (set up) the model before its optimizer or together with it, and one optimizer for each model"
+                f"{type(optimizer).__name__} has parameters of {found} that is not sharded: prepare (set up) the model "
+                "before its optimizer or together with it, and one optimizer for each model"
             )
         options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
         return ShardedOptimizer.from_optimizer(handle, optimizer, **options)

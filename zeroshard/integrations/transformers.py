@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zeroshard.checkpoint import load, save
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.accelerate import FOLDER, Accelerator
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
@@ -80,6 +80,15 @@ class ShardedTrainerMixin:
     lr_scheduler: Any
     accelerator: Accelerator
     state: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[1 : cls.__mro__.index(ShardedTrainerMixin)]
+        if any(issubclass(one, transformers.Trainer) and not issubclass(one, ShardedTrainerMixin) for one in before):
+            raise InvalidType(
+                f"{cls.__name__}: ShardedTrainerMixin comes behind a Trainer, which would train without it: write "
+                f"class {cls.__name__}(ShardedTrainerMixin, Trainer)"
+            )
 
     def __init__(
         self,

@@ -173,19 +173,26 @@ def expect_parameters(found: object) -> None:
     raise InvalidType(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
 
 
-def expect_class(found: object, positional: Sequence[object] = ()) -> None:
-    """Check the `optimizer_class` argument, and that nothing comes behind it without a name: `positional`.
+def expect_class(found: object, positional: Sequence[object] = (), named: Iterable[str] = ()) -> None:
+    """Check the `optimizer_class` argument, that nothing comes behind it without a name (`positional`), and that no
+    name is `params` (`named`).
 
     Raises:
-        TypeError: an instance, a name, or something else; arguments without a name.
+        TypeError: an instance, a name, or something else; arguments without a name; parameters.
     """
     if isinstance(found, type) and all(hasattr(found, name) for name in ("step", "zero_grad")):
+        if "params" in named or (positional and (isinstance(positional[0], nn.Parameter) or _is_many(positional[0]))):
+            raise InvalidType(
+                f"{found.__name__} takes its parameters from the first argument, the handle: write ShardedOptimizer("
+                f'handle, {found.__name__}, lr=...). Param groups go in its place: ShardedOptimizer([{{"params": ..., '
+                f'"lr": ...}}, ...], {found.__name__})'
+            )
         if positional:
             names = list(inspect.signature(found).parameters)[1:]  # without `params`
-            named = ", ".join(f"{name}={value!r}" for name, value in zip(names, positional, strict=False))
+            words = ", ".join(f"{name}={value!r:.80}" for name, value in zip(names, positional, strict=False))
             raise InvalidType(
                 f"the arguments of {found.__name__} are passed by name: write ShardedOptimizer(handle, "
-                f"{found.__name__}, {named or 'lr=...'})"
+                f"{found.__name__}, {words or 'lr=...'})"
             )
         return
     name = "torch.optim.AdamW"
@@ -202,6 +209,10 @@ def expect_class(found: object, positional: Sequence[object] = ()) -> None:
         f"optimizer_class must be a class of optimizers, found {what}: write ShardedOptimizer(handle, {name}, lr=...), "
         "with the arguments of the class behind it; it is built over the parts of the parameters that a rank has"
     )
+
+
+def _is_many(found: object) -> bool:
+    return isinstance(found, Iterable) and not isinstance(found, (str, tuple))
 
 
 def expect_instance(found: object, *, is_sharded: bool) -> None:
