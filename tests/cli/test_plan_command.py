@@ -317,7 +317,14 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     one_precision = ("--precision", "bf16", "--fit", "1kB", "--device", "cpu", "--json")
     assert run([*arguments, *one_precision]) == 1
     rows = json.loads(capsys.readouterr().out)
-    assert sorted(row["micro_batches"] for row in rows) == [1] * 4 + [2] * 4 + [4] * 4, "4 sequences, as none fits"
+    assert sorted(row["micro_batches"] for row in rows) == [1] * 4 + [2] * 6 + [4] * 6, "4 sequences, as none fits"
+    assert {(row["plan"], row["micro_batches"]) for row in rows if row["reduce_every_micro_batch"]} == {
+        ("zero3", 2),
+        ("zero3", 4),
+    }
+    assert run([*arguments, *one_precision[:-1]]) == 1
+    found = capsys.readouterr().out
+    assert "  reduced  why it does not fit" in found and "  4  in each  " in found and "  4  once     " in found
     of_six = ("--plan", "zero3", *INPUTS, "--batch", "6", "--recompute", "--units", "Block")
     assert run(["plan", NET, *of_six, *one_precision]) == 1
     assert {row["micro_batches"] for row in json.loads(capsys.readouterr().out)} == {1, 2, 6}, "as far as they divide"

@@ -418,6 +418,25 @@ def test_what_fits_comes_first_and_the_rest_says_why() -> None:
     assert not any(one.fits for one in fit(model, 1000, Configuration(ranks=8)))
 
 
+def test_what_fits_only_if_every_micro_batch_is_reduced_is_found() -> None:
+    """Micro-batches under `no_sync` keep all gradients in full, and nothing else was tried: nothing fitted."""
+    model, four = on_meta(width=1000, blocks=20), Configuration(ranks=8, micro_batches=4, precision="fp32")
+    once, each = (zeroshard.plan(model, replace(four, reduce_every_micro_batch=every)) for every in (False, True))
+    found = fit(model, (once.peak + each.peak) // 2, four, plans=["zero3"], sizes=())
+    assert [(one.fits, one.forecast.configuration.reduce_every_micro_batch) for one in found] == [
+        (True, True),
+        (False, False),
+    ]
+    for number, *of in (
+        (1, once.peak, four, "zero3"),  # it fits as it is
+        (1, 1, four, "zero1"),  # it holds all gradients in full between steps, too
+        (1, 1, replace(four, reduce_every_micro_batch=True), "zero3"),
+        (1, 1, replace(four, micro_batches=1), "zero3"),
+        (1, 1, replace(four, ranks=1), "zero3"),
+    ):
+        assert len(fit(model, *of[:2], plans=[of[2]], sizes=())) == number, of
+
+
 def test_what_fits_is_tried_in_the_usual_precisions_or_in_that_of_the_configuration() -> None:
     def tried(configuration: Configuration, model: nn.Module | None = None, **options: Any) -> set[Any]:
         found = fit(model or on_meta(), 10**9, configuration, **options)

@@ -15,7 +15,7 @@ from zeroshard.planning.in_words import in_units
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
 _WITH_ACTIVATIONS = ("inputs", "activations", "in all")
-_RUN = ("recomputed", "micro-batches")
+_RUN = ("recomputed", "micro-batches", "reduced")
 _UNIT = ("unit", "elements", "in_full", "here", "held_in_full")
 _TIMES = ("compute", "update", "messages", "exposed", "step")
 
@@ -109,6 +109,7 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
     if not fitting:
         nearest = others[0].forecast
         run = f"{'units recomputed, ' * bool(_recomputes(nearest))}micro-batches: {nearest.configuration.micro_batches}"
+        run += f", reduced {_reduced(nearest)}" * bool(_reduced(nearest))
         click.echo(f"the nearest is {_in_words(nearest)}, {run}: {others[0].reason}")
     if fitting:
         rows = [
@@ -170,12 +171,19 @@ def _what(forecast: Forecast) -> str:
 
 def _run(forecast: Forecast) -> tuple[Any, ...]:
     """The values of the columns in `_RUN`."""
-    return _recomputes(forecast), forecast.configuration.micro_batches
+    return _recomputes(forecast), forecast.configuration.micro_batches, _reduced(forecast)
 
 
 def _recomputes(forecast: Forecast) -> str:
     workload = forecast.configuration.workload
     return "units" if workload is not None and workload.recompute else ""
+
+
+def _reduced(forecast: Forecast) -> str:
+    """When gradients are reduced, if there are several micro-batches."""
+    if forecast.configuration.micro_batches == 1:
+        return ""
+    return "once" if forecast.configuration.accumulates_locally else "in each"
 
 
 def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -> dict[str, Any]:
@@ -188,6 +196,7 @@ def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -
         "ranks": chosen.ranks,
         "replicas": chosen.replicas,
         "micro_batches": chosen.micro_batches,
+        "reduce_every_micro_batch": chosen.reduce_every_micro_batch,
         "parameters": forecast.num_parameters,
         "units": forecast.num_units,
         "unit_bytes": chosen.units if isinstance(chosen.units, int) else None,

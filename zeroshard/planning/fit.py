@@ -87,7 +87,9 @@ def fit(
             hold full units only for a while; None: UNIT_BYTES if the configuration chooses no units, else no others.
         replicas: numbers of replicas, tried in addition to the configuration's under the plans that shard weights.
         splits: other ways to divide the same sequences: (number of micro-batches instead of one of the configuration's,
-            the workload of each). Where a combination does not fit, they are tried in this order until one fits.
+            the workload of each). Where a combination does not fit, they are tried in this order until one fits: each
+            with the configuration's schedule of reductions, then with a reduction in every micro-batch, if that holds
+            less.
 
     Raises:
         ValueError: the budget is below 1; or as `plan`.
@@ -180,11 +182,20 @@ def _recomputing(configuration: Configuration) -> Iterator[Configuration]:
 
 def _divided(configuration: Configuration, splits: Sequence[tuple[int, Workload]]) -> Iterator[Configuration]:
     """The configuration, and the same with more and smaller micro-batches."""
-    yield configuration
+    yield from _schedules(configuration)
     recompute = configuration.workload is not None and configuration.workload.recompute
     for number, workload in splits:
         micro_batches = configuration.micro_batches * number
-        yield replace(configuration, micro_batches=micro_batches, workload=replace(workload, recompute=recompute))
+        workload = replace(workload, recompute=recompute)
+        yield from _schedules(replace(configuration, micro_batches=micro_batches, workload=workload))
+
+
+def _schedules(configuration: Configuration) -> Iterator[Configuration]:
+    """The configuration, and the same with a reduction in every micro-batch, which sends more: without it, sharded
+    gradients are in full from the first micro-batch to the last."""
+    yield configuration
+    if configuration.accumulates_locally and configuration.num_shards > 1 and configuration.placements.grads is SHARDED:
+        yield replace(configuration, reduce_every_micro_batch=True)
 
 
 def _until_one_fits(model: nn.Module, budget: int, configurations: Iterable[Configuration]) -> Iterator[Candidate]:
