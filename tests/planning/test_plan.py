@@ -515,7 +515,7 @@ def test_bad_input() -> None:
     for wrong, message in cases:
         with pytest.raises(ValueError, match=message):
             zeroshard.plan(model, Configuration(**wrong))
-    for budget in (0, "80GB"):
+    for budget in (0, "80GB", float("nan")):
         with pytest.raises(ValueError, match="at least one byte"):
             fit(model, budget)  # type: ignore[arg-type]
 

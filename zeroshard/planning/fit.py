@@ -94,7 +94,7 @@ def fit(
     Raises:
         ValueError: the budget is below 1; or as `plan`.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or budget < 1:
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 1:
         raise InvalidValue(f"the budget must be at least one byte, found {budget!r}")
     given, plans = configuration or Configuration(), [plans] if isinstance(plans, str) else list(plans)
     if isinstance(precisions, str):
