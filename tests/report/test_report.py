@@ -306,6 +306,9 @@ def test_planned_beside_measured(tmp_path: Path) -> None:
         run.measured, held={"between steps": vars(rest)}, at_most=vars(facts().planned[0].in_phase("backward"))
     )
     assert {row[-1] for row in stacked.against(facts().planned[0], equal)} == {"equal"}
+    page = Report(facts(), run).html
+    assert "Lines across a column: measured at the end of that phase" in page
+    assert "Black" not in page, "in a browser's dark mode they are white"
 
 
 def test_a_long_run_is_thinned_and_one_step_is_a_point(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class Report:
             )
         below = stacked.says(planned) + legend(stacked.legend(planned)) + element("p", note, class_="note")
         if measured is not None:
-            words = f"Black lines: measured at the end of a phase, in step {measured.step}."
+            words = f"Lines across a column: measured at the end of that phase, in step {measured.step}."
             below += element("p", words, class_="note") + table(stacked.AGAINST, stacked.against(planned, measured))
         yield _section("Memory over one step", self._figure(f"{name}memory", "", below=below))
         flow = element("p", escaped(step_flow.caption(planned)), class_="note")
