@@ -18,6 +18,7 @@ from tests.kit import Block, Net
 from zeroshard.cli.main import run
 from zeroshard.cli.models import _loss_of
 from zeroshard.planning import Configuration
+from zeroshard.testing import run_ranks
 
 NET = "tests.kit:Net"
 INPUTS = ("--inputs", "tests.cli.test_plan_command:inputs")
@@ -356,3 +357,32 @@ def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.C
     as_json = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))
     assert as_json["step"] == 3 and as_json["of_rank_0"][0]["measured"] == 10_000_000
     assert "Missing argument 'MODEL'" in said(capsys, "plan", code=2)
+
+
+def saves(rank: int, folder: Path) -> None:
+    handle = zeroshard.shard(torch.nn.Linear(4, 4), "ddp")
+    zeroshard.save(folder, handle, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), step=1)
+
+
+def test_a_checkpoint_without_one_of_its_files_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its bytes were summed without the file, and the difference was given as that of the plan."""
+    pytest.importorskip("pydantic")
+    start = {"kind": "start", "step": 0, "ranks": 1, "device": "cpu", "restarts": 0}
+    record = {"kind": "step", "step": 1, "engine_bytes": 10_000_000, "peak_memory_bytes": 400_000_000}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(record)}\n")
+    (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\ndevice = "cpu"\n')
+    run_ranks(saves, 1, tmp_path)
+    of_rank = tmp_path / "step-1" / "rank-00000.safetensors"
+    on_disk = of_rank.stat().st_size
+    found = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))["of_rank_0"][-1]
+    assert (found["what"], found["measured"]) == ("files of a checkpoint, all ranks", on_disk)
+    of_rank.write_bytes(of_rank.read_bytes()[:-1])
+    cut = said(capsys, "plan", "--compare", tmp_path, code=2)
+    assert f"{of_rank} is damaged: expected {on_disk} bytes, found {on_disk - 1} bytes" in cut
+    of_rank.unlink()
+    lost = said(capsys, "plan", "--compare", tmp_path, code=2)
+    assert f"{of_rank} is damaged: expected {on_disk} bytes, found no file" in lost
+    (tmp_path / "step-1" / "manifest.json").write_text("junk")
+    assert "manifest.json is not a manifest that zeroshard wrote" in said(capsys, "plan", "--compare", tmp_path, code=2)

@@ -329,7 +329,17 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     check(lambda text: text.replace('"loss": 1.5', '"loss": "low"'), r"damaged in line 4: loss is 'low'")
     check(lambda text: "]\n" + text, "damaged in line 1")
     check(lambda text: "[]\n" + text, "in line 1: expected an object with a kind")
-    check(lambda text: text.replace('"restarts": 1', '"restarts": "x"'), "is damaged: ValueError")
+    for key, value, found in (  # ranks 0 divided by zero, and the other numbers were rounded
+        ("restarts", '"x"', "restarts must be a whole number from 0, found 'x'"),
+        ("ranks", "0", "ranks must be a whole number from 1, found 0"),
+        ("ranks", "2.5", "ranks must be a whole number from 1, found 2.5"),
+        ("ranks", "true", "ranks must be a whole number from 1, found True"),
+        ("plan", '"zero7"', "unknown plan 'zero7'"),
+    ):
+        start = json.dumps({"kind": "start", "step": 0, "plan": "zero3", "ranks": 2, "device": "cpu", "restarts": 0})
+        damaged = start.replace(f'"{key}": {json.dumps(json.loads(start)[key])}', f'"{key}": {value}')
+        assert damaged != start
+        check(lambda text, line=damaged: f"{line}\n{text}", f"is damaged: InvalidValue: {found}")
     whole = write_run(tmp_path) / "metrics.jsonl"
     content = whole.read_bytes()
     whole.write_bytes(content + b" " * 10**6 + b"\xff")

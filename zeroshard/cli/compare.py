@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from zeroshard.cli.commands import table
-from zeroshard.cli.runs import saved_run
+from zeroshard.cli.runs import saved_bytes, saved_run
 from zeroshard.planning import Forecast
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.in_words import in_units
@@ -45,6 +45,5 @@ def _rows(forecast: Forecast, record: Mapping[str, Any], step: Path | None) -> l
         ("the process at most", forecast.whole_peak, record["peak_memory_bytes"]),
     ]
     if step is not None:
-        on_disk = sum(path.stat().st_size for path in step.glob("*.safetensors"))
-        rows.append(("files of a checkpoint, all ranks", forecast.checkpoint_bytes, on_disk))
+        rows.append(("files of a checkpoint, all ranks", forecast.checkpoint_bytes, saved_bytes(step)))
     return rows

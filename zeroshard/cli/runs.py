@@ -10,7 +10,7 @@ import torch
 
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.formats import decode
-from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError
+from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from zeroshard.cli.models import configuration_file
 from zeroshard.errors import InvalidValue
 from zeroshard.report import RunRecord, read_run
@@ -60,11 +60,31 @@ def _ranks_of(step: Path | None) -> int:
     Raises:
         ValueError: the manifest is damaged.
     """
-    if step is None:
-        return 1
+    found = 1 if step is None else _manifest(step).values.get("world_size")
+    return found if isinstance(found, int) else 1
+
+
+def saved_bytes(step: Path) -> int:
+    """Of the ranks' files of a checkpoint.
+
+    Raises:
+        ValueError: the manifest is damaged, or one of its files is missing or has another size.
+    """
+    for file in _manifest(step).files:
+        path = step / file.name
+        found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+        if found != f"{file.num_bytes} bytes":
+            raise InvalidValue(f"{path} is damaged: expected {file.num_bytes} bytes, found {found}")
+    return sum(path.stat().st_size for path in step.glob("*.safetensors"))
+
+
+def _manifest(step: Path) -> Manifest:
+    """
+    Raises:
+        ValueError: it is damaged.
+    """
     path = step / MANIFEST_NAME
     try:
-        found = decode(path.read_bytes()).values.get("world_size")
+        return decode(path.read_bytes())
     except CheckpointError as error:
         raise InvalidValue(f"{path} {error}") from error
-    return found if isinstance(found, int) else 1

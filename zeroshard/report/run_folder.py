@@ -11,6 +11,7 @@ from typing import Any
 from zeroshard.comm.transport import TransportName
 from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
+from zeroshard.placement import as_plan
 from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline
 
 METRICS = "metrics.jsonl"
@@ -145,7 +146,12 @@ def _start(row: Mapping[str, Any]) -> Start:
     transport = row.get("transport")
     if transport is not None:
         transport_named(transport)
-    return Start(int(row["step"]), int(row["ranks"]), str(row["device"]), int(row["restarts"]), transport)
+    if "plan" in row:  # older versions did not write it
+        as_plan(row["plan"])
+    for key, least in (("step", 0), ("ranks", 1), ("restarts", 0)):
+        if type(row[key]) is not int or row[key] < least:
+            raise InvalidValue(f"{key} must be a whole number from {least}, found {row[key]!r:.60}")
+    return Start(row["step"], row["ranks"], str(row["device"]), row["restarts"], transport)
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:
