@@ -375,9 +375,9 @@ def test_a_checkpoint_without_one_of_its_files_is_not_compared(
     (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\ndevice = "cpu"\n')
     run_ranks(saves, 1, tmp_path)
     of_rank = tmp_path / "step-1" / "rank-00000.safetensors"
-    on_disk = of_rank.stat().st_size
+    on_disk, of_index = of_rank.stat().st_size, Path(f"{of_rank}.index.json").stat().st_size
     found = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))["of_rank_0"][-1]
-    assert (found["what"], found["measured"]) == ("files of a checkpoint, all ranks", on_disk)
+    assert (found["what"], found["measured"]) == ("files of a checkpoint, all ranks", on_disk + of_index)
     of_rank.write_bytes(of_rank.read_bytes()[:-1])
     cut = said(capsys, "plan", "--compare", tmp_path, code=2)
     assert f"{of_rank} is damaged: expected {on_disk} bytes, found {on_disk - 1} bytes" in cut

@@ -65,17 +65,20 @@ def _ranks_of(step: Path | None) -> int:
 
 
 def saved_bytes(step: Path) -> int:
-    """Of the ranks' files of a checkpoint.
+    """Of the ranks' files of a checkpoint, and their indices.
 
     Raises:
         ValueError: the manifest is damaged, or one of its files is missing or has another size.
     """
-    for file in _manifest(step).files:
-        path = step / file.name
+    files = _manifest(step).files
+    sizes = {file.name: file.num_bytes for file in files}
+    sizes |= {file.index_name: file.index_bytes for file in files if file.index_bytes}
+    for name, num_bytes in sizes.items():
+        path = step / name
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-        if found != f"{file.num_bytes} bytes":
-            raise InvalidValue(f"{path} is damaged: expected {file.num_bytes} bytes, found {found}")
-    return sum(path.stat().st_size for path in step.glob("*.safetensors"))
+        if found != f"{num_bytes} bytes":
+            raise InvalidValue(f"{path} is damaged: expected {num_bytes} bytes, found {found}")
+    return sum(sizes.values())
 
 
 def _manifest(step: Path) -> Manifest:

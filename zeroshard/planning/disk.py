@@ -28,7 +28,8 @@ from zeroshard.planning.optimizers import Needs
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 
 FILES_PLANNED = 64
-"""With more ranks, only one rank's file is planned, and all are assumed to have a header and an index as long."""
+"""With more ranks, one rank's file is planned (under replicas one of the first replica and one of the second), and all
+are assumed to have a header and an index as long."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,22 @@ class Checkpoint:
         return self.training.topology.num_shards * self.training.topology.num_replicas
 
     def num_bytes(self, rank: int) -> int:
-        """The bytes of all files; with more than FILES_PLANNED ranks, derived from the file of `rank`."""
+        """The bytes of all files and their indices; with more than FILES_PLANNED ranks, derived from the file of
+        `rank`."""
         if self.num_ranks <= FILES_PLANNED:
-            return sum(self.file(each).num_bytes for each in range(self.num_ranks))
-        file = self.file(rank)
-        besides = file.num_bytes - sum(item.num_bytes for item in file.items if _is_counted(item))
+            return sum(file.num_bytes + file.index_bytes for file in map(self.file, range(self.num_ranks)))
+        num_shards = self.training.topology.num_shards
+        of_each_replica = range(rank % num_shards, self.num_ranks, num_shards)
+        replicas = [self._besides_values(one) for one in of_each_replica[:2]]
         buffers = sum(value.nbytes for value in self.buffers.values())
-        return self.num_ranks * besides + self._num_bytes_of_values() + buffers * (rank != 0)
+        # The first replica writes what is sharded, and the others are alike.
+        besides = num_shards * replicas[0] + (self.num_ranks - num_shards) * replicas[-1]
+        return besides + self._num_bytes_of_values() + buffers
+
+    def _besides_values(self, rank: int) -> int:
+        """Of the file of a rank and its index, the bytes that are neither values of parameters nor buffers."""
+        file = self.file(rank)
+        return file.num_bytes + file.index_bytes - sum(item.num_bytes for item in file.items if _is_counted(item))
 
     def manifest_bytes(self, rank: int) -> int:
         """The bytes of the manifest without hyper-parameters, `extra` and versions; with more than FILES_PLANNED ranks,

@@ -197,7 +197,7 @@ class Forecast:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Of all files of a checkpoint, without their indices and the manifest. (Takes as long as planning them.)"""
+        """Of all files of a checkpoint and their indices, without the manifest. (Takes as long as planning them.)"""
         return self.checkpoint.num_bytes(self.configuration.rank)
 
     @property
