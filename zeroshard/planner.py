@@ -163,6 +163,8 @@ class OptimizerNeeds:
         return None if itemsize is None else Bytes(state=slot.world.numel * itemsize)
 
 
+RANKS_COMPARED = 8
+"""Of this many ranks, those with most by the layouts, `fullest_rank` plans each."""
 ADAM = OptimizerNeeds()
 """Adam over one param group."""
 
@@ -420,6 +422,32 @@ class Training:
             owners = balance([cost(whole.slot.shape) for whole in of_one], num_owners)
             owned += [replace(whole, owner=owner) for whole, owner in zip(of_one, owners, strict=True)]
         return owned
+
+
+def fullest_rank(training: Training) -> int:
+    """The rank on the shard axis that holds most; `training.rank` if the ranks differ only by padding and by scalars.
+
+    If parameters are stepped as a whole, their owners hold different amounts. How many bytes each rank holds of them,
+    and of state in pieces, follows from the layouts up to scratch and scalars; the ranks with most are planned.
+    """
+    wholes, num_ranks = training.wholes(), training.topology.num_shards
+    if not wholes or training.plan.main is REPLICATED or num_ranks == 1:
+        return training.rank
+    held = [0.0] * num_ranks
+    for whole in wholes:
+        main = whole.slot.world.numel * whole.unit.spec.precision.main_dtype.itemsize
+        held[whole.owner] += whole.state.sum + 2 * main  # main, and scratch for it
+    names = {whole.slot.name for whole in wholes}
+    for unit in training.units:
+        for slot in unit.layout.slots if unit.spec.trainable else ():
+            if slot.name not in names and slot.world:
+                stepper, main_dtype = training.optimizer.stepper_of(slot.name), unit.spec.precision.main_dtype
+                each = training.optimizer.piece_state(stepper, slot.world.numel, main_dtype).sum / slot.world.numel
+                first, last = (n // unit.layout.shard_numel for n in (slot.world.start, slot.world.stop - 1))
+                for rank in range(first, last + 1):
+                    held[rank] += each * (slot.world & unit.layout.shard(rank)).numel
+    most = sorted(range(num_ranks), key=lambda rank: (-held[rank], rank))[:RANKS_COMPARED]
+    return max(most, key=lambda rank: (replace(training, rank=rank).stepped().sum, -rank))
 
 
 def by_stepper(wholes: Iterable[PlannedWhole]) -> dict[Hashable, list[PlannedWhole]]:

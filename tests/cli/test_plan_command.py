@@ -98,6 +98,21 @@ def test_for_programs_it_says_what_python_says(capsys: pytest.CaptureFixture[str
     assert found["phases"]["backward"]["together"] == planned.peak and found["state"] == planned.state
 
 
+def test_the_rank_that_holds_most_and_another_one(capsys: pytest.CaptureFixture[str]) -> None:
+    of_owners = ("plan", NET, "--units", "Block", "--optimizer", "Muon+AdamW", "--plan", "zero3", "--ranks", "7")
+    (found,) = json.loads(said(capsys, *of_owners, "--json"))
+    most = found["fullest_rank"]
+    assert found["rank"] == 0 != most and found["fullest_peak"] > found["whole_peak"]
+    assert f"zero3, bf16, 7 ranks, Muon+AdamW, 4 units: rank {most} holds most, at most " in said(capsys, *of_owners)
+    (other,) = json.loads(said(capsys, *of_owners, "--json", "--rank", str(most)))
+    assert (other["rank"], other["whole_peak"]) == (most, found["fullest_peak"])
+    assert "holds most" not in said(capsys, *of_owners, "--ranks", "8"), "4 bytes more"
+    text = said(capsys, *of_owners, "--rank", str(most))
+    assert f"bytes on rank {most}, " in text and "holds most" not in text
+    (row,) = json.loads(said(capsys, *of_owners, "--fit", "1GB", "--precision", "bf16", "--json"))
+    assert (row["rank"], row["whole_peak"]) == (most, found["fullest_peak"])
+
+
 def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", NET, "--fit", "45kB", "--ranks", "8", "--device", "cpu")
     assert "why it does not fit" in text and " fit into 45.0 kB on each rank" in text and "too much in " in text
@@ -148,6 +163,7 @@ def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.
     toml.write_text("[model]\nlayers = 2\nwidth = 64\n")
     for arguments, message in (
         ((NET, "--fit", "1GB", "--phases"), "--phases: not with --fit"),
+        ((NET, "--fit", "1GB", "--rank", "1"), "--rank: not with --fit"),
         ((NET, "--fit", "1GB", "--each-unit", "--save", tmp_path / "a"), "--each-unit, --save: not with --fit"),
         ((NET, "--fit", "1GB", *INPUTS, "--batch", "1", "--modules"), "--modules: not with --fit"),
         ((NET, "--tokens", "3", "--recompute"), "--tokens, --recompute: only with a batch. Add --batch"),
@@ -241,7 +257,9 @@ def test_one_line_for_each_mistake(
         ([NET, "--replicas", "0"], "'--replicas': 0 is not in the range"),
         ([NET, "--ranks", "6", "--replicas", "4"], "6 ranks do not divide into 4 replicas"),
         ([NET, "--optimizer", "Adamm"], "unknown optimizer 'Adamm'"),
-        ([NET, "--rank", "8"], "unknown option --rank; did you mean --ranks?"),
+        ([NET, "--rnks", "8"], "unknown option --rnks; did you mean --ranks?"),
+        ([NET, "--rank", "8"], "rank must be below the number of ranks, 8, found 8"),
+        ([NET, "--rank", "-1"], "'--rank': -1 is not in the range"),
     ):
         assert message in said(capsys, "plan", *arguments, code=2), arguments
 

@@ -391,6 +391,7 @@ def test_many_ranks_and_large_models_take_no_time() -> None:
         planned = zeroshard.plan(model, options)
         assert planned.num_parameters == 100 * 20_000 * 20_001 and planned.sent > 0
         assert planned.checkpoint_bytes > planned.num_parameters * 8
+        assert planned.fullest.whole_peak >= planned.whole_peak
     assert time.process_time() - start < 10
 
 
@@ -405,6 +406,33 @@ def test_headers_of_many_ranks_are_taken_from_one(monkeypatch: pytest.MonkeyPatc
     for rank in (0, 2, 5):
         found = zeroshard.plan(model, replace(options, rank=rank)).checkpoint_bytes
         assert found == pytest.approx(exact, abs=19_000), "a tenth of the bytes without the buffer"
+
+
+def test_the_rank_that_holds_most_is_found() -> None:
+    """Owners of whole parameters hold more state than others: what fitted on rank 0 did not fit on rank 4."""
+    more = 0
+    for blocks, ranks, plan in itertools.product((2, 3, 7), (2, 5, 12), ("ddp", "zero1", "zero3")):
+        options = Configuration(ranks=ranks, plan=plan, precision="bf16", optimizer="Muon+AdamW", units=Block)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(100, 64), *(Block(64) for _ in range(blocks)), nn.Linear(64, 100))
+        each = [zeroshard.plan(model, replace(options, rank=rank)) for rank in range(ranks)]
+        for one in each[::5]:
+            fullest = one.fullest
+            assert fullest.peak == max(other.peak for other in each)
+            assert fullest.at_rest.sum == max(other.at_rest.sum for other in each)
+            assert fullest.peak == each[fullest.configuration.rank].peak
+        more += each[0].fullest is not each[0]
+        if each[0].fullest is not each[0] and plan == "zero3":
+            (candidate,) = fit(model, each[0].peak, options, plans=[plan], sizes=())
+            assert not candidate.fits and candidate.forecast.configuration.rank == each[0].fullest.configuration.rank
+    assert more >= 3
+    on_replicas = Configuration(ranks=10, replicas=2, rank=7, precision="bf16", optimizer="Muon+AdamW", units=Block)
+    fullest = zeroshard.plan(model, on_replicas).fullest
+    assert fullest.configuration.rank // 5 == 1 and fullest.peak == max(
+        zeroshard.plan(model, replace(on_replicas, rank=rank)).peak for rank in range(10)
+    )
+    elementwise = zeroshard.plan(model, replace(on_replicas, optimizer="AdamW"))
+    assert elementwise.fullest is elementwise
 
 
 def test_what_fits_comes_first_and_the_rest_says_why() -> None:

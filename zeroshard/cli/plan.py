@@ -55,6 +55,7 @@ class _List(click.ParamType[list[Any]]):
     "--replicas", type=click.IntRange(1),
     help=f"ranks that hold the same shard (a 2-D mesh)  [default: 1; with --fit also ranks / {MACHINES[MACHINE].node}]",
 )  # fmt: skip
+@click.option("--rank", type=click.IntRange(0), help="the rank that is planned  [default: 0]")
 @click.option("--units", help="a class of modules, or a size (64MB); default: as the model says, or by size")
 @click.option("--micro-batches", type=int, help="passes in a step  [default: 1, or the configuration's]")
 @click.option("--reduce-every-micro-batch", is_flag=True, help="reduce gradients in each pass, not once per step")
@@ -125,7 +126,7 @@ def _configurations(described: Described, **options: Any) -> Iterator[Configurat
         workload=_workload(described, **options),
     )
     for optimizer, ranks in itertools.product(options["optimizers"], options["ranks"]):
-        yield replace(given, optimizer=optimizer, ranks=ranks)
+        yield replace(given, optimizer=optimizer, ranks=ranks, rank=options["rank"] or 0)
 
 
 def _expect_an_effect(context: click.Context) -> None:
@@ -141,7 +142,7 @@ def _expect_an_effect(context: click.Context) -> None:
         if others:
             raise InvalidValue(f"--compare takes everything from the run: leave out {', '.join(others)}")
     elif "budget" in given:
-        others = [given[key] for key in ("phases", "modules", "each_unit", "save") if key in given]
+        others = [given[key] for key in ("rank", "phases", "modules", "each_unit", "save") if key in given]
         if others:
             raise InvalidValue(
                 f"{', '.join(others)}: not with --fit. Choose one of what fits, and plan it without --fit"

@@ -28,6 +28,7 @@ def show(
     modules: bool,
     machine: str | None,
     each_unit: bool,
+    rank: int | None,
     **_: Any,
 ) -> None:
     """Print one row for each forecast, and what else the options ask for."""
@@ -41,6 +42,8 @@ def show(
     click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
     columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
     table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
+    if rank is None:
+        _show_fullest(forecasts)
     if first.trace is not None and modules:
         table(
             ("module", "holds behind its forward"),
@@ -162,6 +165,17 @@ def _sizes(forecast: Forecast) -> Iterator[int]:
         yield from (forecast.trace.inputs, forecast.trace.peak, forecast.whole_peak)
 
 
+def _show_fullest(forecasts: list[Forecast]) -> None:
+    """A line for each forecast of which another rank holds more, by what is shown of the numbers."""
+
+    def sizes(one: Forecast) -> str:
+        return f"at most {in_units(one.whole_peak)}, at rest {in_units(one.at_rest.sum)}"
+
+    others = [forecast.fullest for forecast in forecasts if sizes(forecast.fullest) != sizes(forecast)]
+    for number, one in enumerate(others):
+        click.echo("\n" * (not number) + f"{_in_words(one)}: rank {one.configuration.rank} holds most, {sizes(one)}")
+
+
 def _what(forecast: Forecast) -> str:
     """Says whether the bytes include activations."""
     if forecast.trace is None:
@@ -195,6 +209,9 @@ def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -
         "optimizer": str(optimizer),
         "ranks": chosen.ranks,
         "replicas": chosen.replicas,
+        "rank": chosen.rank,
+        "fullest_rank": forecast.fullest.configuration.rank,
+        "fullest_peak": forecast.fullest.whole_peak,
         "micro_batches": chosen.micro_batches,
         "reduce_every_micro_batch": chosen.reduce_every_micro_batch,
         "parameters": forecast.num_parameters,

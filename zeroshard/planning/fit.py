@@ -79,7 +79,7 @@ def fit(
         model: on any device, also the meta device.
         budget: bytes on each rank for everything that is planned. Without a workload that is only what the engine
             holds: leave room for activations.
-        configuration: all other settings.
+        configuration: all other settings. Where whole parameters have owners, the rank that holds most is planned.
         plans: to try.
         precisions: to try; None: the one of the configuration, or if it has none, those of PRECISIONS that the model
             takes (a warning names the others).
@@ -200,7 +200,7 @@ def _schedules(configuration: Configuration) -> Iterator[Configuration]:
 
 def _until_one_fits(model: nn.Module, budget: int, configurations: Iterable[Configuration]) -> Iterator[Candidate]:
     for configuration in configurations:
-        forecast = plan(model, configuration)
+        forecast = plan(model, configuration).fullest
         candidate = Candidate(forecast, budget - forecast.whole_peak)
         yield candidate
         if candidate.fits:

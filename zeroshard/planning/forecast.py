@@ -26,7 +26,7 @@ from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
 from zeroshard.placement import SHARDED, Plan, as_plan
-from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, resting
+from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, fullest_rank, resting
 from zeroshard.planning import whole_model
 from zeroshard.planning.activations import Trace, Workload
 from zeroshard.planning.disk import Checkpoint
@@ -169,7 +169,7 @@ class Forecast:
         file: the rank's file in a checkpoint.
         checkpoint: the checkpoint that a save would write.
         training: the units and their layouts.
-        with_replicas: plans the same, without a workload, on a mesh with so many replicas.
+        again: plans the same model in another configuration.
         trace: of one micro-batch, if there is a workload.
         moments: of a step, if there is a workload.
         looked_up: names of the embeddings, whose rows are not multiplied with each token.
@@ -185,7 +185,7 @@ class Forecast:
     training: Training = field(repr=False)
     file: FilePlan = field(repr=False)
     checkpoint: Checkpoint = field(repr=False)
-    with_replicas: Callable[[int], Forecast] = field(repr=False)
+    again: Callable[[Configuration], Forecast] = field(repr=False)
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
     looked_up: frozenset[str] = frozenset()
@@ -278,13 +278,20 @@ class Forecast:
         shards = shards_to_use(self.training, gathers, machine)
         if shards is None:
             return ()
-        there = self.with_replicas(self.configuration.ranks // shards)
+        replicas = self.configuration.ranks // shards
+        there = self.again(replace(self.configuration, replicas=replicas, workload=None))
         seconds, seconds_there = (message_seconds(one.training, one.events, machine) for one in (self, there))
         if seconds_there > WORTH_IT * seconds:
             return ()
         message, share = round(gathers.message(gathers.ranks)), gathers.latency_share(machine, gathers.ranks)
-        replicas = there.configuration.replicas
         return (Hint(replicas, shards, message, share, seconds, seconds_there, self.peak, there.peak),)
+
+    @cached_property
+    def fullest(self) -> Forecast:
+        """The same on the rank that holds most, which may own more whole parameters than the others (see
+        `fullest_rank`); this one if the ranks differ only by padding and scalars."""
+        rank = self.configuration.rank - self.training.rank + fullest_rank(self.training)
+        return self if rank == self.configuration.rank else self.again(replace(self.configuration, rank=rank))
 
     @property
     def sent(self) -> int:
@@ -341,7 +348,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         events=step_events(training, _schedule(training, needs, found)),
         training=training,
         file=file,
-        with_replicas=lambda replicas: plan(model, replace(found, replicas=replicas, workload=None)),
+        again=lambda other: plan(model, other),
         checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
