@@ -18,6 +18,7 @@ from tests.kit import Block, Net
 from zeroshard.cli.main import run
 from zeroshard.cli.models import _loss_of
 from zeroshard.planning import Configuration
+from zeroshard.planning.in_words import in_units
 from zeroshard.testing import run_ranks
 
 NET = "tests.kit:Net"
@@ -77,6 +78,10 @@ def rows(sequences: int, tokens: int | None) -> torch.Tensor:
     return torch.zeros(sequences, 8)
 
 
+def deep() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(30)))
+
+
 def with_batch_norm() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
 
@@ -127,6 +132,36 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     }
     rows = json.loads(said(capsys, "plan", NET, "--fit", "1GB", "--json", "--ranks", "64", "--replicas", "2"))
     assert {row["replicas"] for row in rows} == {2}
+
+
+def test_what_holds_more_outside_of_a_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """It was in --phases and --json alone: what fitted did not start, or ended in a state dict."""
+    deep_one, ranks = "tests.cli.test_plan_command:deep", ("--ranks", "16", "--device", "cpu")
+    of_one = ("plan", deep_one, "--units", "Linear", "--plan", "zero3", *ranks, "--precision", "bf16")
+    (found,) = json.loads(said(capsys, *of_one, "--json"))
+    assert found["phases"]["init"]["together"] > found["whole_peak"]
+    sizes = {name: phase["together"] for name, phase in found["phases"].items()}
+    (line,) = (line for line in said(capsys, *of_one).splitlines() if line.startswith("at most: in a step; more outs"))
+    for name, words in (
+        ("init", "shard() of a model that is not on the meta device"),
+        ("full_state_dict", "full_state_dict()"),
+        ("state_dict", " optimizer.state_dict()"),
+        ("close", "close()"),
+    ):
+        assert (f"{words} {in_units(sizes[name])}" in line) == (sizes[name] > found["whole_peak"]), (name, line)
+    assert sizes["state_dict"] > max(found["whole_peak"], sizes["full_state_dict"], sizes["init"], sizes["close"])
+    assert "to another device no more than that" in line
+    fits = ("--fit", str(sizes["state_dict"] - 1), "--replicas", "1")
+    line = next(line for line in said(capsys, *of_one, *fits).splitlines() if line.startswith("they fit in a step; "))
+    assert f"it: optimizer.state_dict() {in_units(sizes['state_dict'])} (to another device no more than" in line
+    assert "outside of it" not in said(capsys, *of_one, "--fit", "1GB")
+    assert "outside of it" not in said(capsys, "plan", NET, *INPUTS, "--batch", "640")
+
+
+def test_phases_say_what_is_in_no_column(capsys: pytest.CaptureFixture[str]) -> None:
+    of_one = ("plan", NET, "--units", "Block", "--plan", "zero3", "--ranks", "3", "--rank", "2")
+    text = said(capsys, *of_one, "--phases")
+    assert "init: of a model that is on the device in full; built on the meta device, it has no copies" in text
 
 
 def test_if_nothing_fits_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,13 @@ _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
 _WITH_ACTIVATIONS = ("inputs", "activations", "in all")
 _RUN = ("recomputed", "micro-batches", "reduced")
+_OUTSIDE = {
+    "init": "shard() of a model that is not on the meta device",
+    "full_state_dict": "full_state_dict()",
+    "state_dict": "optimizer.state_dict()",
+    "close": "close()",
+}
+"""Phases that may hold more than a step, as calls."""
 _UNIT = ("unit", "elements", "in_full", "here", "held_in_full")
 _TIMES = ("compute", "update", "messages", "exposed", "step")
 
@@ -42,6 +49,8 @@ def show(
     click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
     columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
     table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
+    if beyond := _beyond(forecasts):
+        click.echo(f"\nat most: in a step; {beyond}")
     if rank is None:
         _show_fullest(forecasts)
     if first.trace is not None and modules:
@@ -55,20 +64,43 @@ def show(
         rows = [(name, f"{numel:,}", *map(in_units, sizes), held) for name, numel, *sizes, held in _units_of(first)]
         table(("unit", "elements", "in full", "here", "held in full"), rows)
     for forecast in forecasts if phases else ():
-        click.echo(" ".join(map(str, _named(forecast)[:4])))
-        kinds = list(vars(forecast.at_rest))
-        rows = [
-            (
-                name,
-                *(in_units(getattr(phase.held, kind)) for kind in kinds),
-                *map(in_units, (phase.copies, phase.num_bytes)),
-            )
-            for name, phase in forecast.phases.items()
-        ]
-        table(("phase", *kinds, "copies", "together"), rows)
+        _show_phases(forecast)
     for forecast in forecasts:
         for hint in _hints(forecast, machine):
             click.echo(f"\nhint: {_in_words(forecast)}: {hint}: --replicas {hint.replicas}")
+
+
+def _show_phases(forecast: Forecast) -> None:
+    click.echo("\n" + " ".join(map(str, _named(forecast)[:4])))
+    kinds = list(vars(forecast.at_rest))
+    rows = [
+        (
+            name,
+            *(in_units(getattr(phase.held, kind)) for kind in kinds),
+            *map(in_units, (phase.copies, phase.num_bytes)),
+        )
+        for name, phase in forecast.phases.items()
+    ]
+    table(("phase", *kinds, "copies", "together"), rows)
+    click.echo("init: of a model that is on the device in full; built on the meta device, it has no copies")
+
+
+def _beyond(forecasts: list[Forecast], budget: int | None = None) -> str:
+    """The phases outside of a step that hold more than a step, or than the budget; "" if there are none."""
+
+    def larger(phase: str) -> list[int]:
+        sizes = [(one.phases[phase].num_bytes, budget or one.whole_peak) for one in forecasts]
+        return [num_bytes for num_bytes, limit in sizes if num_bytes > limit]
+
+    def in_words(sizes: list[int]) -> str:
+        return " to ".join(dict.fromkeys((in_units(min(sizes)), in_units(max(sizes)))))
+
+    found = {name: sizes for name in _OUTSIDE if (sizes := larger(name))}
+    elsewhere = [num_bytes for name in found if name != "init" for num_bytes in larger(f"{name} elsewhere")]
+    words = ", ".join(f"{_OUTSIDE[name]} {in_words(sizes)}" for name, sizes in found.items())
+    if found.keys() - {"init"}:
+        words += f" (to another device {in_words(elsewhere) if elsewhere else 'no more than that'})"
+    return f"more outside of it: {words}" if found else ""
 
 
 def _hints(forecast: Forecast, machine: str | None) -> tuple[Hint, ...]:
@@ -126,6 +158,8 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
         ]
         times = () if machine is None else _TIMES
         table((*_TABLE, *_RUN, "at most", "spare", "sent a step", "largest message", *times), rows)
+        if beyond := _beyond([candidate.forecast for candidate in fitting], budget):
+            click.echo(f"\nthey fit in a step; {beyond}")
         if machine is not None:
             click.echo(f"\nseconds of a step on {machine}, by a model; nothing was measured")
     if others:

@@ -77,8 +77,9 @@ def fit(
 
     Args:
         model: on any device, also the meta device.
-        budget: bytes on each rank for everything that is planned. Without a workload that is only what the engine
-            holds: leave room for activations.
+        budget: bytes on each rank for everything that is planned of a step. Without a workload that is only what the
+            engine holds: leave room for activations. Other phases may hold more (`Forecast.phases`): "init", if the
+            model is not on the meta device, and full state on this device.
         configuration: all other settings. Where whole parameters have owners, the rank that holds most is planned.
         plans: to try.
         precisions: to try; None: the one of the configuration, or if it has none, those of PRECISIONS that the model
