@@ -160,8 +160,15 @@ def test_what_holds_more_outside_of_a_step_is_named(capsys: pytest.CaptureFixtur
 
 def test_phases_say_what_is_in_no_column(capsys: pytest.CaptureFixture[str]) -> None:
     of_one = ("plan", NET, "--units", "Block", "--plan", "zero3", "--ranks", "3", "--rank", "2")
+    (found,) = json.loads(said(capsys, *of_one, "--json"))
     text = said(capsys, *of_one, "--phases")
     assert "init: of a model that is on the device in full; built on the meta device, it has no copies" in text
+    for key, num_bytes in found["state"].items():
+        assert f"{key} {in_units(num_bytes)}" in text
+    assert f"padding: {in_units(found['padding'])}, of all ranks {in_units(found['padding_of_all'])}; " in text
+    assert f"largest message: {in_units(found['largest_message'])}\n" in text
+    of_ranks = (json.loads(said(capsys, *of_one, "--json", "--rank", str(rank)))[0]["padding"] for rank in range(3))
+    assert sum(of_ranks) == found["padding_of_all"] > 0
 
 
 def test_if_nothing_fits_the_exit_code_is_1(capsys: pytest.CaptureFixture[str]) -> None:

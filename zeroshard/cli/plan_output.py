@@ -83,6 +83,9 @@ def _show_phases(forecast: Forecast) -> None:
     ]
     table(("phase", *kinds, "copies", "together"), rows)
     click.echo("init: of a model that is on the device in full; built on the meta device, it has no copies")
+    state = ", ".join(f"{key} {in_units(num_bytes)}" for key, num_bytes in forecast.state.items()) or "none"
+    padding = f"{in_units(forecast.padding)}, of all ranks {in_units(forecast.padding_of_all)}"
+    click.echo(f"state: {state}; padding: {padding}; largest message: {in_units(forecast.largest_message)}")
 
 
 def _beyond(forecasts: list[Forecast], budget: int | None = None) -> str:
@@ -257,6 +260,7 @@ def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -
         },
         "state": dict(forecast.state),
         "padding": forecast.padding,
+        "padding_of_all": forecast.padding_of_all,
         "padding_share": forecast.padding_share,
         "events": [[*event, times] for event, times in forecast.events.items()],
         "sent": forecast.sent,

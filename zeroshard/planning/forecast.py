@@ -164,7 +164,8 @@ class Forecast:
             "close", each of these three "elsewhere" (with `device=` another device, or `rank0_only` on other ranks),
             "save", "save in the background".
         state: key ("exp_avg", ...) -> bytes of optimizer state, including scalars.
-        padding: bytes of weights, gradients and main between steps that belong to no parameter.
+        padding, padding_of_all: bytes of weights, gradients and main between steps that belong to no parameter: on the
+            rank, and on all ranks together.
         events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
         file: the rank's file in a checkpoint.
         checkpoint: the checkpoint that a save would write.
@@ -181,6 +182,7 @@ class Forecast:
     phases: Mapping[str, Phase]
     state: Mapping[str, int]
     padding: int
+    padding_of_all: int
     events: Mapping[CommEvent, int]
     training: Training = field(repr=False)
     file: FilePlan = field(repr=False)
@@ -345,6 +347,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         phases=phases,
         state=_state_by_entry(training, needs),
         padding=sum(_padding(unit, training.rank) for unit in training.units),
+        padding_of_all=sum(map(_padding_of_all, training.units)),
         events=step_events(training, _schedule(training, needs, found)),
         training=training,
         file=file,
@@ -434,9 +437,21 @@ def _bytes_in_full(unit: PlannedUnit) -> int:
 
 
 def _padding(unit: PlannedUnit, rank: int) -> int:
-    layout, held = unit.layout, unit.held(peak=False)
+    layout = unit.layout
     in_full = layout.numel - sum(slot.world.numel for slot in layout.slots)
     in_shard = layout.shard_numel - sum(fragment.world.numel for fragment in layout.fragments(rank))
+    return _bytes_of_empty(unit, in_full, in_shard)
+
+
+def _padding_of_all(unit: PlannedUnit) -> int:
+    """Of all ranks: the shards of a replica have the padding of one full buffer together."""
+    in_full = unit.layout.numel - sum(slot.world.numel for slot in unit.layout.slots)
+    return _bytes_of_empty(unit, unit.num_ranks * in_full, unit.num_ranks // unit.layout.num_shards * in_full)
+
+
+def _bytes_of_empty(unit: PlannedUnit, in_full: int, in_shard: int) -> int:
+    """Between steps, of so many elements in a full buffer or in a shard, whichever each kind is."""
+    layout, held = unit.layout, unit.held(peak=False)
     total = 0
     for kind in ("weights", "grads", "main"):
         is_shard = getattr(unit.plan, kind) is SHARDED
