@@ -1,7 +1,8 @@
 # make env    create .venv with the pinned dependencies and this project (repeated only when the pins change)
 # make train  train a small GPT on the Python standard library's source: 2 processes, ZERO3, CPU, two to three minutes
 # make test   the tests, JOBS at a time; lint and types are two of them
-# make test-settings   the tests under every setting that makes torch choose other kernels, and once with all cores busy
+# make test-settings   the tests under every setting that makes torch choose other kernels, and once each with
+#             every backward on another thread and with all cores busy
 # make test-timings  the suites that exchange data, over a backend that is neither gloo nor NCCL, which completes each
 #             collective as early or as late as allowed, or at random: TIMINGS="random-7" (a seed), TIMED=tests/comm
 # make test-faults   the fault tests of checkpoints and of ranks with their full counts

@@ -36,13 +36,9 @@ def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
 
     def run() -> None:
-        enabled, dtype, cache = autocast
         try:
-            with (
-                torch.inference_mode(inference),
-                torch.set_grad_enabled(grad_mode),
-                torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache),
-            ):
+            _pass_on(*autocast)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad_mode):
                 result.append(_run_backward(*args, **kwargs))
         except BaseException as error:
             errors.append(error)
@@ -53,3 +49,11 @@ def _on_a_thread(*args: Any, **kwargs: Any) -> Any:
     if errors:
         raise errors.pop()  # pop: the traceback refers to this frame, and the frame would keep the error alive
     return result[0]
+
+
+def _pass_on(enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    """Autocast, to a thread that ends with its backward. Not by `with torch.autocast`: its exit clears the cache, which
+    all threads share; the threads of torch's engine leave it alone."""
+    torch.set_autocast_enabled("cpu", enabled)
+    torch.set_autocast_dtype("cpu", dtype)
+    torch.set_autocast_cache_enabled(cache)

@@ -1,8 +1,8 @@
-"""Runs the tests under every setting that makes torch choose other kernels, and next to a program that keeps all cores
-busy.
+"""Runs the tests under every setting that makes torch choose other kernels, with every backward on another thread, and
+next to a program that keeps all cores busy.
 
     make test-settings                                        every setting, one after the other
-    make test-settings SETTINGS=--few                         each value once: five runs
+    make test-settings SETTINGS=--few                         each value once: six runs
     make test-settings SETTINGS=--few TESTS=tests/runtime     of these tests
 
 Prints a table: setting, tests passed and failed, minutes; then the tests that failed. Exit status 1 if any did.
@@ -25,7 +25,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """`variables` choose kernels; `threads`: of each rank; `busy`: whether another program takes all cores."""
+    """`variables` choose kernels, or another thread for backward; `threads`: of each rank; `busy`: whether another
+    program takes all cores."""
 
     variables: tuple[tuple[str, str], ...] = ()
     threads: int = 1
@@ -45,12 +46,14 @@ class Setting:
 COMPATIBLE, AVX2 = ("MKL_CBWR", "COMPATIBLE"), ("MKL_CBWR", "AVX2")
 PLAIN_LOOPS, AVX2_LOOPS = ("ATEN_CPU_CAPABILITY", "default"), ("ATEN_CPU_CAPABILITY", "avx2")
 KERNELS = [(), (COMPATIBLE,), (AVX2,), (PLAIN_LOOPS,), (AVX2_LOOPS,)]
-EVERY = [*(Setting(kernels, threads) for kernels in KERNELS for threads in (1, 2)), Setting(busy=True)]
+OTHER_THREAD = Setting((("ZEROSHARD_TEST_BACKWARD_THREAD", "1"),))
+EVERY = [*(Setting(kernels, threads) for kernels in KERNELS for threads in (1, 2)), OTHER_THREAD, Setting(busy=True)]
 FEW = [
     Setting(),
     Setting((COMPATIBLE, PLAIN_LOOPS)),
     Setting((AVX2, AVX2_LOOPS), threads=2),
     Setting(threads=2),
+    OTHER_THREAD,
     Setting(busy=True),
 ]
 
