@@ -36,7 +36,7 @@ from zeroshard.comm import heartbeat
 from zeroshard.comm.alike import as_terms
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Heartbeats
 from zeroshard.comm.notices import Beat, Cause, Notices
-from zeroshard.comm.packets import packet_sizes
+from zeroshard.comm.packets import ROOM_BYTES, packet_sizes
 from zeroshard.comm.peers import Peers
 from zeroshard.comm.positions import Position, Wait, in_short, knot
 from zeroshard.comm.processes import Who
@@ -52,6 +52,8 @@ TIMEOUT = 120.0
 """Seconds: zeroshard's default timeout of collectives."""
 GROUPS, FLAGS = 2, 291
 """The numbers of param groups and of parameters of Llama-3.1-8B."""
+MODULES, PARTS_OF_MODEL = 32 * 13 + 7, 32 + 2
+"""Modules of Llama-3.1-8B; and the parts in which it is materialized: its blocks, and what comes before and after."""
 PARTS = 8
 """Number of digests in each rank's report of a save."""
 
@@ -331,6 +333,34 @@ def same_values(ranks: int) -> tuple[Cost, Cost]:
     return Cost(0, before_bytes, before), Cost(0, 2 * sent, tree(ranks) + 2 * sent / BYTES_PER_SECOND)
 
 
+def objects(ranks: int, text: str = json.dumps("f" * 198)) -> tuple[Cost, Cost]:
+    """`exchange_objects`: all ranks get the rows of all, here of 200 bytes. It grows with the number of ranks, so it is
+    used where they differ, or once in a run. Before: the sizes, then the rows, each behind a head. Now a sum shows that
+    all ranks are in this exchange, and sizes and rows come together."""
+    rows = torch.frombuffer(bytearray(text.encode() * ranks), dtype=torch.uint8).view(ranks, -1)
+    unpack = _timed(lambda: [json.loads(bytes(row.tolist())) for row in rows])
+    packets, first = ranks * 320, ranks * (8 + ROOM_BYTES)
+    rest = ranks * max(0, len(text) - ROOM_BYTES)
+    before = 2 * (ring(ranks) + packets / BYTES_PER_SECOND) + unpack
+    [sent] = packet_sizes(0)
+    num_bytes = 2 * sent + first + rest
+    now = tree(ranks) + ring(ranks) * (2 if rest else 1) + num_bytes / BYTES_PER_SECOND + unpack
+    return Cost(0, 2 * packets, before), Cost(0, num_bytes, now)
+
+
+def materialized(ranks: int) -> tuple[Cost, Cost]:
+    """`shard(materialize=function)`, without the values, which are broadcast in both cases. Before: a row of each rank
+    and a broadcast for each module. Now a sum and a broadcast for each unit."""
+    before = objects(ranks, json.dumps([None, None]))[0]
+    [sent] = packet_sizes(1)
+    down = tree(ranks) / 2  # of a broadcast
+    now = tree(ranks) + 2 * sent / BYTES_PER_SECOND + down
+    return (
+        Cost(0, MODULES * before.num_bytes, MODULES * (before.seconds + down)),
+        Cost(0, PARTS_OF_MODEL * 2 * sent, PARTS_OF_MODEL * now),
+    )
+
+
 # A save ---------------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +436,8 @@ PATHS = {
     "control exchange, each step": control_exchange,
     "ranks.index in it": rows_of_shards,
     "the same on all ranks (values='check', shard)": same_values,
+    "exchange_objects, 200 bytes of each rank": objects,
+    "materialize, a function": materialized,
     "a save: reports and verdict": save,
     "a save: each second of waiting": waiting_to_save,
 }

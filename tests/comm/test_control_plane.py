@@ -48,6 +48,9 @@ def test_no_path_takes_more_of_each_rank_where_there_are_more(monkeypatch: pytes
     }
     before, now = benchmark.control_exchange(512)
     assert now.num_bytes < benchmark.control_exchange(128)[1].num_bytes * 1.3 and before.num_bytes > 4 * now.num_bytes
+    before, now = benchmark.materialized(512)
+    assert now.num_bytes == benchmark.materialized(128)[1].num_bytes and before.num_bytes > 100 * now.num_bytes
+    assert now.seconds < before.seconds / 10
 
 
 def server() -> TCPStore:
