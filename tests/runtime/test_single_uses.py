@@ -101,10 +101,12 @@ def trained(
     seen: Seen,
     precision: Any = "bf16",
     micro_batches: int = 1,
+    compiles: Callable[[Net], None] = lambda model: None,
 ) -> tuple[dict[str, Tensor], list[set[str]]]:
     """main after a step for each way, and the parameters whose gradients were cast in each."""
     torch.manual_seed(0)
     model = Net()
+    compiles(model)
     handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.5, momentum=0.9)
     found = []
@@ -189,6 +191,56 @@ def test_edges_that_are_not_counted_are_seen() -> None:
         patch.setattr(single_uses, "_used_once", careless)
         with pytest.raises(RankError, match="assert"):
             test_what_is_used_once_is_not_cast_and_the_bits_are_those_of_casting_everything()
+
+
+class UsedTwice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(super().forward(x)))
+
+
+def compile_layers(model: Net) -> None:
+    for layer in (model.first, model.shared):
+        layer.compile(backend="aot_eager")
+
+
+def compile_layers_used_twice(model: Net) -> None:
+    model.shared = UsedTwice(WIDTH, WIDTH)
+    compile_layers(model)
+
+
+def compile_the_model(model: Net) -> None:
+    """Graphs end at units, so several uses of one are in several graphs."""
+    model.compile(backend="aot_eager")
+
+
+LAYERS = {"once": set[str](), "twice": SHARED, "checkpoint": set[str](), "a function in Python": EVERYTHING}
+COMPILED: list[tuple[Callable[[Net], None], Any, dict[str, set[str]]]] = [
+    (compile_layers, zeroshard.ZERO1, LAYERS),
+    (compile_layers_used_twice, zeroshard.ZERO3, LAYERS),
+    (compile_the_model, zeroshard.DDP, {"once": set(), "twice": SHARED, "a function in Python": set()}),
+]
+"""What is compiled, the plan, and way -> the parameters whose gradients are cast."""
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
+def test_a_compiled_graph_is_one_use() -> None:
+    """However often it uses a parameter. The bits are those of casting everything, and a function that was not compiled
+    still has everything cast."""
+
+    def check(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            seen = Seen.watching(patch)
+            for compiles, plan, of_way in COMPILED:
+                torch._dynamo.reset()
+                ways = [*of_way]
+                expected, cast = trained(rank, plan, ways, PLAIN, seen, compiles=compiles)
+                assert cast == [EVERYTHING] * len(ways)
+                found, cast = trained(rank, plan, ways, DIRECT, seen, compiles=compiles)
+                assert dict(zip(ways, cast, strict=True)) == of_way, plan
+                assert same_bits(found, expected), plan
+
+    run_ranks(check, 2)
 
 
 @on_ranks(2)

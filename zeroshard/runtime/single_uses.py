@@ -102,12 +102,13 @@ def _is_hooked_once(parameter: nn.Parameter) -> bool:
 
 def _used_once(root: Node) -> list[Tensor]:
     """The tensors at which exactly one edge of the graph ends. None if the graph contains a function written in Python:
-    its backward may run a backward of another graph (that of a reentrant checkpoint does)."""
+    its backward may run a backward of another graph (that of a reentrant checkpoint does). A compiled graph's does not:
+    it was traced through, and adds up the uses in the graph in the dtype of the weights, whatever `grad_dtype` is."""
     unvisited: list[Any] = [root]
     edges, leaves = {root: 0}, []
     while unvisited:
         node = unvisited.pop()
-        if isinstance(node, BackwardCFunction):
+        if isinstance(node, BackwardCFunction) and not _is_compiled(node):
             return []
         following = node.next_functions
         if not following:
@@ -120,3 +121,8 @@ def _used_once(root: Node) -> list[Tensor]:
                 unvisited.append(other)
             edges[other] += 1
     return [leaf.variable for leaf in leaves if edges[leaf] == 1 and hasattr(leaf, "variable")]
+
+
+def _is_compiled(node: Any) -> bool:
+    """Whether AOTAutograd has made the function, for a graph of `torch.compile`."""
+    return bool(node._forward_cls.__module__.startswith("torch._functorch._aot_autograd."))
