@@ -6,7 +6,10 @@ exposes a program that is right only because gloo is quick:
 
 - "early": inputs are read at the issue; a thread writes outputs as soon as all peers have issued the collective.
 - "late": inputs are read, and outputs written, when the program waits. Until then the outputs hold NaN.
-- "random": "early" or "late" for each collective, chosen by a seeded generator.
+- "apart": inputs are read at the issue; outputs hold NaN until the program waits.
+- "between": inputs are read when one to three later collectives of the group have been issued, and outputs hold NaN
+  until one to three later ones have been waited for; or at the wait, if that comes first. A seeded generator draws.
+- "random": one of these four for each collective, drawn in the same way.
 
 The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order.
 
@@ -19,6 +22,7 @@ one GPU, which NCCL refuses.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -26,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,7 +41,13 @@ from torch import Tensor
 
 from tests.kit import DEVICE, SMALL
 
-TIMINGS = ("early", "late", "random")
+KINDS: dict[str, Callable[[random.Random], When]] = {
+    "early": lambda draw: When(0, math.inf, on_arrival=True),
+    "late": lambda draw: When(math.inf, math.inf),
+    "apart": lambda draw: When(0, math.inf),
+    "between": lambda draw: When(draw.randint(1, 3), draw.randint(1, 3)),
+}
+TIMINGS = (*KINDS, "random")
 NAME = "timed"
 """The backend's name for `init_process_group`."""
 _UNREAD = 0.1
@@ -44,12 +55,31 @@ _UNREAD = 0.1
 for."""
 
 
+@dataclass
+class When:
+    """The moments of one collective, unless the program waits for it before.
+
+    Attributes:
+        reads: the number of later collectives of the group at whose issue it reads its inputs.
+        writes: the number of later ones that have been waited for when it writes its outputs.
+        on_arrival: it writes them as soon as the data are there.
+    """
+
+    reads: float
+    writes: float
+    on_arrival: bool = False
+
+    @property
+    def writes_unasked(self) -> bool:
+        return self.on_arrival or self.writes < math.inf
+
+
 class Timed(dist.Work):
     """One collective. `read` copies the inputs and starts to send them; `write` fills the outputs."""
 
-    def __init__(self, group: TimedGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], late: bool) -> None:
+    def __init__(self, group: TimedGroup, inputs: Sequence[Tensor], outputs: Sequence[Tensor], when: When) -> None:
         super().__init__()
-        self.group, self.inputs, self.outputs, self.late = group, inputs, outputs, late
+        self.group, self.inputs, self.outputs, self.when = group, inputs, outputs, when
         self.spoiled: Sequence[Tensor] = ()  # tensors that `write` fills with NaN
         self.issued = time.monotonic()
         self.start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]]
@@ -75,7 +105,7 @@ class Timed(dist.Work):
         with ALL.lock:
             if self._future is None:
                 self._future = torch.futures.Future()
-                self.late = False
+                self.when.on_arrival = True
                 if self.is_written:
                     self._future.set_result(list(self.outputs))
                 elif self not in ALL.waiting:
@@ -114,8 +144,12 @@ class Timed(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         ALL.read_everything()
         self._work.wait()
+        before = ALL.due_with(self)
+        for other in before:
+            other._work.wait()  # without the lock: its peers may not have issued it yet
         with ALL.lock:
-            self.write()
+            for work in (*before, self):
+                work.write()
             if ALL.latest is self:
                 ALL.latest = None
         if self._stream is not None:
@@ -146,11 +180,14 @@ class Everything:
     def add(self, work: Timed) -> None:
         with self.lock:
             self._start()
+            of_group = [other for other in self.waiting if other.group is work.group]
+            for other in of_group:
+                other.when.reads -= 1
             self.waiting.append(work)
             self.latest = work
             if sum(tensor.nbytes for tensor in work.outputs) <= SMALL:
                 self.small.append(work)
-            if not work.late:
+            if any(one.when.reads <= 0 and not one.is_read for one in (*of_group, work)):
                 self.read_everything(work.group)  # the collectives of a group begin in the order of their issue
 
     def read_everything(self, group: TimedGroup | None = None) -> None:
@@ -166,7 +203,22 @@ class Everything:
                         work.read()
             finally:
                 self._reads = False
-            self.waiting = [work for work in self.waiting if not (work.is_read and (work.late or work.is_written))]
+            self.waiting = [
+                work for work in self.waiting if not work.is_read or (work.when.writes_unasked and not work.is_written)
+            ]
+
+    def due_with(self, awaited: Timed) -> list[Timed]:
+        """Collectives of the same group that were issued before, and write their outputs when this one is waited
+        for."""
+        with self.lock:
+            before = [
+                work
+                for work in self.waiting
+                if work.group is awaited.group and work.issued < awaited.issued and not work.is_written
+            ]
+            for work in before:
+                work.when.writes -= 1
+            return [work for work in before if work.when.writes <= 0]
 
     def _start(self) -> None:
         if self._process != os.getpid():
@@ -182,7 +234,7 @@ class Everything:
                 if any(not work.is_read and time.monotonic() - work.issued > _UNREAD for work in self.waiting):
                     self.read_everything()
                 for work in self.waiting:
-                    if not work.late and not work.is_written and work.has_arrived():
+                    if work.when.on_arrival and not work.is_written and work.has_arrived():
                         work.write()
 
 
@@ -193,8 +245,8 @@ class TimedGroup(dist.ProcessGroup):
     """Ranks that exchange through a gloo group of their own.
 
     Args:
-        timing: "early", "late" or "random".
-        seed: of the latter.
+        timing: one of `TIMINGS`.
+        seed: of what is drawn.
     """
 
     def __init__(self, inner: Any, rank: int, size: int, timing: str, seed: int) -> None:
@@ -234,10 +286,10 @@ class TimedGroup(dist.ProcessGroup):
             start: takes copies of the inputs as bytes; returns the gloo work, and a function that gives the outputs'
             bytes.
         """
-        late = self.timing == "late" or (self.timing == "random" and self._random.random() < 0.5)
-        work = Timed(self, list(inputs), list(outputs), late)
+        kind = self._random.choice([*KINDS]) if self.timing == "random" else self.timing
+        work = Timed(self, list(inputs), list(outputs), KINDS[kind](self._random))
         work.start = start
-        if late:
+        if not work.when.on_arrival:
             with work.on_stream():
                 for output in outputs:
                     if not any(_overlap(output, tensor) for tensor in inputs):

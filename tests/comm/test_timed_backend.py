@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of
-from tests.timed_backend import NAME, TIMINGS, timed_ranks
+from tests.timed_backend import KINDS, NAME, TIMINGS, timed_ranks
 from zeroshard.comm.pending import Pending
 from zeroshard.placement import Plan
 from zeroshard.storage.gradients import Gradients
@@ -64,21 +64,81 @@ def test_each_collective_is_right(timing: str) -> None:
         run_ranks(check, 3, timeout=120)
 
 
-def test_late_is_late_and_early_is_early() -> None:
-    def check(rank: int) -> Tensor:
-        full, own = torch.zeros(4), torch.full((2,), 1.0 + rank)
-        work = all_gather(full, own, async_op=True)
-        seen = full.clone()
-        own += 10  # a fault: before the wait
-        work.wait()
-        return torch.cat([seen, full])
+def _written_before_the_wait(rank: int) -> Tensor:
+    full, own = torch.zeros(4), torch.full((2,), 1.0 + rank)
+    work = all_gather(full, own, async_op=True)
+    seen = full.clone()
+    own += 10  # a fault: before the wait
+    work.wait()
+    return torch.cat([seen, full])
 
-    with timed_ranks("late"):
-        for found in run_ranks(check, 2):
-            assert found[:4].isnan().all() and found[4:].tolist() == [11, 11, 12, 12]
-    with timed_ranks("early"):
-        for found in run_ranks(check, 2):
-            assert not found[:4].isnan().any() and found[4:].tolist() == [1, 1, 2, 2]
+
+@pytest.mark.parametrize(
+    ("timing", "is_hidden", "values"),
+    [
+        ("early", False, [1, 1, 2, 2]),
+        ("late", True, [11, 11, 12, 12]),
+        ("apart", True, [1, 1, 2, 2]),
+        ("between", True, [11, 11, 12, 12]),  # no other collective comes before the wait
+    ],
+)
+def test_inputs_are_read_and_outputs_written_when_the_timing_says(
+    timing: str, is_hidden: bool, values: list[int]
+) -> None:
+    with timed_ranks(timing):
+        for found in run_ranks(_written_before_the_wait, 2):
+            assert found[:4].isnan().all() if is_hidden else not found[:4].isnan().any()
+            assert found[4:].tolist() == values
+
+
+def _read_and_written_after(rank: int) -> list[tuple[float, int]]:
+    """For twenty collectives: which later issue had begun when the input was read, and after how many later waits the
+    output was there."""
+    moments = []
+    for _ in range(20):
+        full, own = torch.zeros(2), torch.zeros(1)
+        work = all_gather(full, own, async_op=True)
+        others = []
+        for later in range(1, 5):
+            own.fill_(later)
+            others.append(all_gather(torch.zeros(2), torch.zeros(1), async_op=True))
+        written = 0
+        for number, other in enumerate(others, 1):
+            assert written or full.isnan().all()
+            other.wait()
+            if not (written or full.isnan().any()):
+                written = number
+        work.wait()
+        moments.append((full[rank].item(), written))
+    return moments
+
+
+def test_between_is_at_each_moment_in_between_and_the_seed_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.timed_backend._UNREAD", 600.0)  # a rank may be that late for its next collective
+    with timed_ranks("between"):
+        found = run_ranks(_read_and_written_after, 2)
+    with timed_ranks("between-0"):
+        assert run_ranks(_read_and_written_after, 2) == found
+    with timed_ranks("between-7"):
+        assert run_ranks(_read_and_written_after, 2) != found
+    assert found[0] != found[1]  # each rank has moments of its own
+    for moments in found:
+        assert {written for _, written in moments} == {1, 2, 3}
+        assert {read for read, _ in moments} == {1, 2, 3}
+
+
+def test_random_draws_every_kind() -> None:
+    drawn: set[str] = set()
+
+    def check(rank: int) -> set[str]:
+        for _ in range(40):
+            dist.all_reduce(torch.ones(1))
+        return drawn
+
+    with pytest.MonkeyPatch.context() as patch, timed_ranks("random-7"):
+        for kind, when in KINDS.items():
+            patch.setitem(KINDS, kind, lambda draw, kind=kind, when=when: (drawn.add(kind), when(draw))[1])
+        assert run_ranks(check, 2) == [set(KINDS)] * 2
 
 
 def _train(rank: int, fault: Callable[[], None], plans: Sequence[Plan]) -> list[Tensor]:
@@ -172,6 +232,8 @@ FAULTS = [
     (_weights_are_read_too_soon, "late"),
     (_shard_is_changed_too_soon, "late"),
     (_reduction_begins_too_soon, "early"),
+    *((fault, "apart") for fault in (_wait_is_dropped, _weights_are_read_too_soon, _reduction_begins_too_soon)),
+    (_weights_are_read_too_soon, "between"),
 ]
 
 
