@@ -52,18 +52,18 @@ def test_the_commands_run(
 def test_the_table_of_the_page_about_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page shows the table in two parts."""
+    """The page shows the table in two parts, and the line below it in several."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(configuration())
     page = (ROOT / "docs/memory.md").read_text()
-    pattern = r"    zeroshard (plan config\.json --ranks 8 --precision bf16)\n\n(.*?)\n\n\w"
+    pattern = r"    zeroshard (plan config\.json --ranks 8 --precision bf16)\n\n(.*?)\n\n\S"
     [(command, shown)] = re.findall(pattern, page, re.DOTALL)
     found = [line.split() for line in said(capsys, *command.split()).splitlines()]
-    lines = [line.split() for line in shown.splitlines() if line.strip()]
-    first, left, right = lines[0], lines[1:6], lines[6:11]
+    lines = [line.split() for line in shown.splitlines() if line.startswith("    ")]
+    first, left, right, outside = lines[0], lines[1:6], lines[6:11], lines[11:]
     both = [[*a[:-1], *b[1:]] for a, b in zip(left, right, strict=True)]
-    assert [first, *both] == [line for line in found if line]
+    assert [first, *both, [word for line in outside for word in line]] == [line for line in found if line]
 
 
 @pytest.mark.filterwarnings("ignore")
