@@ -59,7 +59,7 @@ class Sharding:
             return found
         if not isinstance(found, Mapping):
             return cls(plan=found)
-        known = [one.name for one in fields(cls) if one.name != "_output"]
+        known = _arguments()
         unknown = sorted(set(found) - set(known))
         if unknown:
             raise InvalidValue(f"sharding: unknown keys {unknown}; expected some of {known}")
@@ -98,7 +98,7 @@ class Sharding:
                     f"so: {handle}. Call close() of its handle first, or ask for the same"
                 )
             return handle
-        options = {name: value for name, value in self._values() if name not in (*_OF_THE_OPTIMIZER, "_output")}
+        options = {name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER}
         record = as_precision(self.precision) if isinstance(self.precision, (str, MixedPrecision)) else None
         if record is not None and record.output is None and self._output is not None:
             options["precision"] = replace(record, output=self._output)
@@ -142,7 +142,12 @@ class Sharding:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Fields and values. (`asdict` would copy a mesh.)"""
-        return ((one.name, getattr(self, one.name)) for one in fields(self))
+        return ((name, getattr(self, name)) for name in _arguments())
+
+
+def _arguments() -> list[str]:
+    """The fields that users set."""
+    return [one.name for one in fields(Sharding) if not one.name.startswith("_")]
 
 
 def _is_in(precision: Precisions, handle: Handle, modules: Modules) -> bool:
