@@ -26,16 +26,23 @@ def exchange(first: int, second: int) -> Change:
     return change
 
 
+def rows(width: int, change: Change) -> Change:
+    return lambda values: change(values[: values.numel() // width * width].view(-1, width))
+
+
 def changes(numel: int, per_row: int) -> Iterator[tuple[str, Change]]:
     """What users do to weights, and the smallest changes."""
     for at in (0, 1, per_row - 1, per_row, 2 * per_row + 5, numel - 1):
         yield f"one element, {at}", lambda values, at=at: values[at : at + 1].view(torch.uint8)[0].add_(1)
-    for step in (1, 4, 7, per_row, per_row + 1, 2 * per_row):
+    for step in (1, 4, 7, per_row - 1, per_row + 1, 2 * per_row - 4, 2 * per_row + 4):
         yield f"two elements, {step} apart", exchange(3, 3 + step)
     yield "the order", lambda values: values.copy_(values.flip(0))
     yield "shifted", lambda values: values.copy_(values.roll(1))
-    yield "rows exchanged", lambda values: values[: 2 * per_row].copy_(values[: 2 * per_row].roll(per_row))
-    yield "columns exchanged", lambda values: values[:per_row].copy_(values[:per_row].roll(8))
+    for width in (64, 384, 1024, 4096):
+        yield f"rows exchanged, of {width}", rows(width, exchange(0, 2))
+        yield f"rows shifted, of {width}", rows(width, lambda matrix: matrix.copy_(matrix.roll(1, 0)))
+        yield f"columns exchanged, of {width}", rows(width, lambda matrix: matrix.copy_(matrix.roll(8, 1)))
+        yield f"transposed, of {width}", rows(width, lambda matrix: matrix.copy_(matrix.t().reshape(matrix.shape)))
     yield "signs", lambda values: values.neg_()
     yield "clipped", lambda values: values.clamp_(-0.5, 0.5)
     yield "zeros", lambda values: values.zero_()

@@ -1,33 +1,38 @@
 """Tells whether some values are still the ones that were written last, without a copy of them.
 
-[Note: marks] A mark consists of sums of the bits of the values, as 64-bit integers that are laid out in rows:
+[Note: marks] The bits of the values are taken as words of 64 bits, and laid out in rows of `COLUMNS` words:
 
-    word word word word | sum of the row
-    word word word word | sum of the row       a sum for each row and for each column, modulo 2^64
-    -------------------
-    sum  sum  sum  sum     of the column
+    word word word ... word
+    word word word ... word
+    -----------------------
+    sum  sum  sum  ... sum      of each column, modulo 2^64
+    times a fixed random odd number for each column, added up: the mark
 
-Wherever one, two or three words have changed, there is a row or a column in which only one of them has, and its sum
-differs: also if two words were exchanged, which no sum of all words shows. For equal sums, four words or more must have
-changed by amounts that cancel in each row and in each column, which does not happen by chance. To take both sums reads
-the values once from memory, and once from the cache.
+So one pass over the values, which takes what it takes to read them. A change of one word is always seen. Others are
+seen unless the changes within every column cancel (or, by chance, the products do). They cancel if words of one column
+are exchanged, and such words are a multiple of `COLUMNS` apart. As that is a large prime, no exchange of rows of a
+matrix does this, unless they are that many words long or that many rows apart.
 """
 
 from __future__ import annotations
 
 import ctypes
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from zeroshard.layout.interval import Interval
 
-COLUMNS = 256
-"""Words in a row."""
+COLUMNS = 16381
+"""Words in a row: prime, and so few that their sums stay in a core's cache."""
 _WORD = 8
 
+Mark = tuple[int, int, bytes]
+"""Of the complete rows, of the words behind them, and the bytes behind these."""
 
-def mark_of(values: Tensor) -> int | None:
+
+def mark_of(values: Tensor) -> Mark | None:
     """See [Note: marks]. None for values that are not on a CPU, or do not begin at a multiple of 8 bytes.
 
     Args:
@@ -35,22 +40,36 @@ def mark_of(values: Tensor) -> int | None:
     """
     if values.device.type != "cpu" or values.data_ptr() % _WORD:
         return None
-    per_row = COLUMNS * _WORD // values.element_size()
-    in_rows = values.numel() // per_row * per_row
-    words, rest = values[:in_rows].view(torch.int64).view(-1, COLUMNS), values[in_rows:]
-    found = bytearray(_WORD * (COLUMNS + len(words)))
-    sums = torch.frombuffer(found, dtype=torch.int64)
-    torch.sum(words, 0, out=sums[:COLUMNS])
-    if len(words):
-        torch.sum(words, 1, out=sums[COLUMNS:])
-    return hash((bytes(found), ctypes.string_at(rest.data_ptr(), rest.nbytes)))
+    in_words = values.nbytes // _WORD * (_WORD // values.element_size())
+    words, rest = values[:in_words].view(torch.int64), values[in_words:]
+    in_rows = words.numel() // COLUMNS * COLUMNS
+    with _LOCK:
+        torch.sum(words[:in_rows].view(-1, COLUMNS), 0, out=_SUMS)
+        of_rows = _hash(_SUMS)
+    return of_rows, _hash(words[in_rows:]), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+
+
+def _hash(words: Tensor) -> int:
+    """Of at most `COLUMNS` words: a multilinear hash."""
+    return int(torch.dot(words, _FACTORS[: words.numel()]))
+
+
+def _random_factors() -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (COLUMNS,), generator=generator, device="cpu") | 1
+
+
+with torch.inference_mode(False):
+    _FACTORS, _SUMS = _random_factors(), torch.empty(COLUMNS, dtype=torch.int64, device="cpu")
+_LOCK = Lock()
+"""Held while `_SUMS` is in use: models of several threads have the same one."""
 
 
 class Marks:
     """The marks of what has been written, by interval."""
 
     def __init__(self) -> None:
-        self._marks: dict[Interval, tuple[int, int | None]] = {}
+        self._marks: dict[Interval, tuple[int, Mark | None]] = {}
         self._times_forgotten = 0
 
     def forget(self) -> None:
