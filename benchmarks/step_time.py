@@ -17,6 +17,9 @@ quartiles of the ratios within single rounds. These differ widely on a machine t
 gathers, so that no contender's work falls into the time of the next one; `--block` times several steps of one contender
 in a row, as in training, and waits once.
 
+"no exchange" is the least that a step with a sharded optimizer can take: each rank trains alone, and its optimizer
+updates as many elements as a shard has. Its losses are not compared, as it does less.
+
 DeepSpeed, FairScale and Megatron-core take part where they can be imported and are named (`peers.py`):
 
     python benchmarks/step_time.py --contenders zero1 zero2 zero3 "DeepSpeed ZeRO-3" "FairScale OSS"
@@ -63,6 +66,8 @@ OTHER = "other "
 """Stands before the names of the plans of `--other`."""
 PLAIN = "plain torch"
 """Takes part where there is one rank."""
+ALONE = "no exchange"
+"""Takes part where it is named, and where there are several ranks."""
 PAIRS = [
     ("ddp", "torch DDP"),
     ("zero1", "torch DDP"),
@@ -75,6 +80,7 @@ PAIRS = [
     ("zero1", peers.MEGATRON),
     *((plan, PLAIN) for plan in PLANS),
     *((plan, OTHER + plan) for plan in PLANS),
+    *((name, ALONE) for name in (*PLANS, "torch DDP", "torch ZeRO", "torch FSDP2")),
 ]
 """(plan, peer): the time of the plan is divided by that of the peer."""
 
@@ -170,6 +176,18 @@ def plain(version: Version, model: nn.Module, setting: Setting) -> Contender:
     return _of_torch(version, model, torch.optim.AdamW(model.parameters(), **setting.adamw), setting.mixed)
 
 
+def alone(version: Version, model: nn.Module, setting: Setting) -> Contender:
+    updated, left = [], sum(p.numel() for p in model.parameters()) / dist.get_world_size()
+    for parameter in model.parameters():
+        if left > 0:
+            updated.append(parameter)
+            left -= parameter.numel()
+    contender = _of_torch(version, model, torch.optim.AdamW(updated, **setting.adamw), setting.mixed)
+    contender.optimizer.zero_grad = model.zero_grad  # type: ignore[method-assign]
+    contender.clip = partial(nn.utils.clip_grad_norm_, updated)
+    return contender
+
+
 def torch_ddp(version: Version, model: nn.Module, setting: Setting) -> Contender:
     wrapped = _data_parallel(model)
     return _of_torch(version, wrapped, torch.optim.AdamW(wrapped.parameters(), **setting.adamw), setting.mixed)
@@ -218,11 +236,15 @@ def _of_torch(version: Version, model: nn.Module, optimizer: torch.optim.Optimiz
 BUILDERS: dict[str, Callable[[Version, nn.Module, Setting], Contender]] = {
     **{plan: partial(ours, plan) for plan in PLANS},
     PLAIN: plain,
+    ALONE: alone,
     "torch DDP": torch_ddp,
     "torch ZeRO": torch_zero,
     "torch FSDP2": torch_fsdp2,
     **{name: partial(peer, name) for name in peers.NAMES},
 }
+
+
+OPTIONAL = (ALONE, *peers.NAMES)
 
 
 class Turns:
@@ -288,7 +310,7 @@ def measure(rank: int, options: argparse.Namespace, turns: Turns) -> dict[str, A
     setting = Setting(adamw, dtype, options.device, mixed, options.units, options.messages)
     contenders = {}
     for name in options.contenders:
-        if name == PLAIN and dist.get_world_size() > 1:
+        if name == (PLAIN if dist.get_world_size() > 1 else ALONE):
             continue
         version = other if name.startswith(OTHER) else this
         version.use()
@@ -352,7 +374,8 @@ def start_ranks(world_size: int, options: argparse.Namespace) -> dict[str, Any]:
             of_ranks = (world_size, store.port, folder, options, turns)
             torch.multiprocessing.spawn(_cuda_rank, of_ranks, nprocs=world_size)
             return json.loads(Path(folder, "result").read_text())
-        names = [name for name in options.contenders if world_size == 1 or name != PLAIN]
+        left_out = ALONE if world_size == 1 else PLAIN
+        names = [name for name in options.contenders if name != left_out]
         options = argparse.Namespace(**{**vars(options), "contenders": names})
         turns, found = Turns(names, rounds, world_size, apart=True), {}
         limits = {"timeout": options.timeout, "collective_timeout": 120}
@@ -388,7 +411,7 @@ def _cuda_rank(rank: int, world_size: int, port: int, folder: str, options: argp
 def report(world_size: int, result: dict[str, Any], options: argparse.Namespace) -> bool:
     """Print the ratios; False (and no ratios) where the losses differ."""
     print(f"\n{world_size} ranks, {result['num_parameters'] / 1e6:.1f} M parameters, {options.dtype}, {options.device}")
-    losses = {name: torch.tensor(values[:COMPARED]) for name, values in result["losses"].items()}
+    losses = {name: torch.tensor(values[:COMPARED]) for name, values in result["losses"].items() if name != ALONE}
     first, reference = next(iter(losses.items()))
     for name, values in losses.items():
         if not torch.allclose(values, reference, rtol=TOLERANCE[options.dtype], atol=0):
@@ -442,7 +465,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
     parser.add_argument(
-        "--contenders", nargs="+", choices=BUILDERS, metavar="NAME", help=f"default: all but {', '.join(peers.NAMES)}"
+        "--contenders", nargs="+", choices=BUILDERS, metavar="NAME", help=f"default: all but {', '.join(OPTIONAL)}"
     )
     parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -465,7 +488,7 @@ def parse() -> argparse.Namespace:
     if options.steps < 2 or options.block < 1 or options.starts < 1:
         parser.error("--steps must be at least 2, --block and --starts at least 1")
     if options.contenders is None:
-        options.contenders = [name for name in BUILDERS if name not in peers.NAMES]
+        options.contenders = [name for name in BUILDERS if name not in OPTIONAL]
     for name in filter(peers.NAMES.__contains__, options.contenders):
         if why := peers.missing(name, options.device):
             parser.error(f"{name}: {why}. See benchmarks/peers.py")
