@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
-from zeroshard.model.trees import tensors_in
+from zeroshard.errors import InvalidState
+from zeroshard.model.absent import as_tensors
+from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.storage.unit import Unit
 
 
@@ -136,7 +138,7 @@ class Entry:
         return node not in self.given and node._sequence_nr() >= self.next_node
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Results:
     """What a call of a module has returned, and where else it may have left results."""
 
@@ -153,6 +155,32 @@ class Results:
 
 
 _OF_TORCH = vars(nn.Module()).keys()
+
+
+def without_views(output: Any, units: Sequence[Unit]) -> Any:
+    """The output of a call, with copies in place of views of the weights of these units: other units will use the
+    memory of the weights after the call, while the caller, or autograd, may still read the views.
+
+    Raises:
+        RuntimeError: a view is in an object whose fields cannot be replaced.
+    """
+
+    def holder(tensor: Tensor) -> Unit | None:
+        with as_tensors():  # a parameter itself may be among them, and it is absent by now
+            return next((unit for unit in units if unit.weights.holds(tensor)), None)
+
+    tensors = tensors_in(output) if units else ()
+    copies = {id(tensor): tensor.clone() for tensor in tensors if holder(tensor)}
+    if not copies:
+        return output
+    output = map_tensors(lambda tensor: copies.get(id(tensor), tensor), output)
+    for unit in filter(None, map(holder, tensors_in(output))):
+        raise InvalidState(
+            f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
+            "memory of the weight is used by other units after the forward. Return a copy (`.clone()`), or a tuple, a "
+            "dict or a dataclass, in which the view is replaced by a copy"
+        )
+    return output
 
 
 def made_by(tensor: Tensor) -> Node:

@@ -136,8 +136,8 @@ class Hooks(NotCopied):
             try:
                 output = cast(method(*cast(args, casts.into), **cast(kwargs, casts.into)), casts.out)
             finally:
-                after(module, args, kwargs, output)
-            return output
+                replaced = after(module, args, kwargs, output)
+            return output if replaced is None else replaced
 
         setattr(module, name, wrapper)
         self._removers.append(partial(delattr, module, name))
@@ -196,16 +196,19 @@ def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any
     return hook
 
 
-def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any, Any], None]:
+def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any, Any], Any]:
+    """The hook that hides. It returns the output if that has been replaced (`without_views`)."""
+
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         results = Results(module, (args, kwargs), output)
         if not under_transform():
             with schedule.running.lock:
                 schedule.after_module(needed, results)
-            return
-        with schedule.running.lock, outside_transforms():
-            schedule.after_module(needed, results, transformed=True)
+        else:
+            with schedule.running.lock, outside_transforms():
+                schedule.after_module(needed, results, transformed=True)
+        return None if results.output is output else results.output
 
     return hook
 

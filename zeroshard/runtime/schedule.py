@@ -14,7 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.transforms import given_tensors, under_transform
-from zeroshard.runtime.calls import Entry, Needed, Results, Visit, differentiable
+from zeroshard.runtime.calls import Entry, Needed, Results, Visit, differentiable, without_views
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
@@ -102,15 +102,17 @@ class Schedule(NotCopied):
         self.gatherer.enter(units, needed.gathers)
 
     def after_module(self, needed: Needed, results: Results, *, transformed: bool = False) -> None:
-        """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
-        units again when it reaches these. See [Note: who made an output]. `transformed`: a transform is active, which
-        runs its own backward at once."""
+        """Hide units that no forward needs any more, replace views of their weights in `results.output`, and hook the
+        outputs that they have made: backward gathers the units again when it reaches these. See [Note: who made an
+        output]. `transformed`: a transform is active, which runs its own backward at once."""
         units = needed.units
         if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
         needed.end()
-        self.running.returned(units, results.output)
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
+        if not transformed:
+            results.output = without_views(results.output, free)
+        self.running.returned(units, results.output)
         in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
         if not free and not in_scope:
             return

@@ -320,6 +320,13 @@ class Weights:
         """[shard_numel], the own interval, which is valid in every state."""
         return self.buffer.shard
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in the memory of the full weights: a view of a parameter that was made here."""
+        full = self.buffer.full
+        if full is None or tensor.device != full.device or not torch._C._has_storage(tensor):
+            return False
+        return full.data_ptr() <= tensor.data_ptr() < full.data_ptr() + full.nbytes
+
     def absent_index(self, tensor: Tensor) -> int | None:
         """The slot of which `tensor` is the absent stand-in (or a view of it); None if it is not one."""
         return self.absent.index_of(tensor)

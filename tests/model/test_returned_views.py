@@ -1,0 +1,170 @@
+"""Modules that return views of their weights: learned queries (`expand`), positions (a slice), a transposed table.
+
+Under ZeRO-3 other units then use the memory of those weights, while the caller still reads the views, and autograd has
+saved them. The losses were wrong, without an error, wherever ranks do not share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.kit import PLANS, Job, beside_one_process, make, same_bits, train, train_reference, travelling
+from tests.together import on_ranks
+from zeroshard.runtime import schedule
+from zeroshard.testing import run_ranks
+
+WIDTH, BLOCKS = 8, 5
+
+
+@dataclass(frozen=True)
+class Result:
+    value: Tensor
+
+
+class Holder:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "a slice": lambda weight: weight[:4],
+    "expanded": lambda weight: weight.unsqueeze(0).expand(4, -1, -1)[:, 1],
+    "transposed": lambda weight: weight.t()[:4],
+    "detached": lambda weight: weight.detach()[:4],
+    "data": lambda weight: weight.data[:4],
+    "in a tuple": lambda weight: (weight[0], weight[:4])[1:],
+    "twice in a dict": lambda weight: dict.fromkeys("ab", weight[:4]),
+    "in a dataclass": lambda weight: Result(weight[:4]),
+}
+
+
+def tensor_in(result: Any) -> Tensor:
+    if isinstance(result, dict):
+        assert result["a"] is result["b"]
+        return result["a"] + result["b"]
+    return result.value if isinstance(result, (Result, Holder)) else result[0] if isinstance(result, tuple) else result
+
+
+class Table(nn.Module):
+    def __init__(self, view: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.view = view
+
+    def forward(self) -> Any:
+        return self.view(self.weight)
+
+    def rows(self) -> Any:
+        return self.view(self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Model(nn.Module):
+    """The first block saves the first view for backward; the second one is used behind every block."""
+
+    def __init__(self, view: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.first, self.second = Table(view), Table(view)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = tensor_in(self.first()), tensor_in(self.second())
+        h = self.blocks[0](first)
+        for block in self.blocks[1:]:
+            h = block(h) * second
+        return h * x
+
+
+UNITS = (Block, Table)
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1 + rank + 10 * step))
+
+
+def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+    out: Tensor = model(data(rank, step))
+    return out.square().mean()
+
+
+def job(name: str) -> Job:
+    return Job(model=partial(Model, VIEWS[name]), units=UNITS, loss_of=loss_of)
+
+
+def test_they_keep_their_values() -> None:
+    def of_rank(rank: int) -> Any:
+        with travelling("pairwise"):
+            return {name: [train(job(name), plan, rank) for plan in PLANS[2:]] for name in VIEWS}
+
+    truth, ranks = beside_one_process(lambda: {name: train_reference(job(name), 2) for name in VIEWS}, of_rank, 2)
+    for name in VIEWS:
+        for outcome, of_rank_found in zip(truth[name], ranks, strict=True):
+            for plan, found in zip(PLANS[2:], of_rank_found[name], strict=True):
+                assert found.losses == outcome.losses, (name, plan)
+                assert same_bits(found.weights, outcome.weights), (name, plan)
+
+
+@pytest.mark.parametrize("way", ["shared", "pairwise"])
+@on_ranks(2)
+def test_without_gradients_recomputed_and_by_a_method(rank: int, way: str) -> None:
+    """Where the memory of the weights is the same for all ranks, too."""
+    with travelling(way):
+        model, plain = (make(partial(Model, VIEWS["a slice"])) for _ in range(2))
+        handle = zeroshard.shard(model, "zero3", units=UNITS)
+        handle.register_forward_method(model.second, "rows")
+        with torch.no_grad():
+            assert torch.equal(model(data(rank, 0)), plain(data(rank, 0)))
+            kept, expected = model.second.rows(), plain.second.rows()
+            assert torch.equal(model(data(rank, 1)), plain(data(rank, 1)))
+        assert torch.equal(kept, expected)
+        for one in (model, plain):
+            checkpoint(one, data(0, 0), use_reentrant=False).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(handle.gradient(name), parameter.grad), name
+
+
+@on_ranks(2)
+def test_one_that_cannot_be_replaced_raises(rank: int) -> None:
+    model = Model(lambda weight: Holder(weight[:4]))
+    zeroshard.shard(model, "zero3", units=UNITS)
+    with pytest.raises(RuntimeError, match=r"unit first: its forward returns a view of a weight inside of an object"):
+        model(data(rank, 0))
+
+
+@on_ranks(2)
+def test_no_copies_where_none_are_needed(rank: int) -> None:
+    """Inside of a scope, and under plans that keep the weights in full."""
+    for plan in ("zero2", "zero3"):
+        model = Model(VIEWS["a slice"])
+        handle = zeroshard.shard(model, plan, units=UNITS)
+        with handle.unsharded():
+            assert model.first().data_ptr() == model.first.weight.data_ptr()
+
+
+def test_they_depend_on_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(rank: int) -> float:
+        with travelling("pairwise"):
+            model = make(partial(Model, VIEWS["a slice"]))
+            zeroshard.shard(model, "zero3", units=UNITS)
+            return loss_of(model, rank, 0, 0, 1).item()
+
+    right = run_ranks(loss, 2)
+    monkeypatch.setattr(schedule, "without_views", lambda output, units: output)
+    assert run_ranks(loss, 2) != right
