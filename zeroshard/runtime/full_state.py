@@ -6,15 +6,17 @@ No rank holds more than one unit in full on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
+from zeroshard.io.values import decode, encode
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
@@ -43,8 +45,10 @@ class Destination(NamedTuple):
     def includes(self, rank: int) -> bool:
         return not self.rank0_only or rank == 0
 
-    def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A copy in a storage of its own. `dtype`: None: the value's."""
+    def copy(self, value: Any, dtype: torch.dtype | None = None) -> Any:
+        """A copy in a storage of its own. `dtype`: None: the value's. An extra state that is no tensor stays."""
+        if not isinstance(value, Tensor):
+            return value
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
 
@@ -86,7 +90,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
             `strict`; parameters whose values differ between ranks.
     """
     names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
-    collectives, left_alone = engine.collectives, engine.plain.ignored
+    collectives, extra_states = engine.collectives, engine.plain.extra_states()
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
 
     def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
@@ -95,11 +99,13 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         if not isinstance(state, (Mapping, type(None))):
             raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}")
         given = {plain_name(str(name)): value for name, value in (state or {}).items()}
-        keys, problem = _compare(names, given, strict=strict)
+        keys, problem = _compare(engine, names, given, strict=strict)
         if problem and not given and not from_rank0:
             problem = "found an empty state dict. Where rank 0 alone has one, pass broadcast_from_rank0=True"
         if problem:
             raise InvalidValue(problem)
+        for name in extra_states if from_rank0 else ():
+            encode(given.get(name), lambda tensor: "", name)  # raises for what cannot be sent
         return given, keys
 
     given, keys = together(collectives, "load_full_state_dict", look)
@@ -120,24 +126,32 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         )
         unit.write_slots(values)
         gatherer.updated(unit)
-    for name, value in names.items():
-        if id(value) not in sharded and name not in missing:
-            if has_state:
-                value.detach().copy_(given[name])
-            if from_rank0 and name not in left_alone:
-                collectives.broadcast([value.detach()])
+    rest = {name: v for name, v in names.items() if id(v) not in sharded and name not in missing}
+    for name, value in rest.items():
+        if name in extra_states:
+            extra = _from_rank0(collectives, given.get(name)) if from_rank0 else given[name]
+            extra_states[name].set_extra_state(extra)
+            continue
+        if has_state:
+            value.detach().copy_(given[name])
+        if from_rank0 and name not in engine.plain.ignored:
+            collectives.broadcast([value.detach()])
     gatherer.settle()
     return keys
 
 
-def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict: bool) -> tuple[IncompatibleKeys, str]:
+def _compare(
+    engine: Engine, names: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool
+) -> tuple[IncompatibleKeys, str]:
     """The names that only one side has, and the problems in words ("" for none)."""
+    module, extra_states = engine.plain.module, engine.plain.extra_states()
+    places = {id(one) for one in (*module.parameters(), *module.buffers())}
     missing = [name for name in names if name not in given]
     unexpected = [name for name in given if name not in names]
     problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
     problems = problems if strict else []
     for name, value in given.items():
-        if name not in names:
+        if name not in names or name in extra_states:
             continue
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             problems.append(f"{name}: expected a dense tensor, found a {type(value).__name__}")
@@ -145,7 +159,29 @@ def _compare(names: Mapping[str, Tensor], given: Mapping[str, Tensor], *, strict
             problems.append(f"{name} is on the meta device, and has no values")
         elif names[name].shape != value.shape:
             problems.append(f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}")
+        elif id(names[name]) not in places and not torch.equal(names[name], value.to(names[name])):
+            problems.append(
+                f"{name} is made by a hook of state_dict(), and cannot be set: call model.load_state_dict(), which "
+                "runs the model's own hooks, inside `with handle.unsharded(write=True):`"
+            )
     return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])
+
+
+def _from_rank0(collectives: Collectives, value: Any) -> Any:
+    """Rank 0's extra state of a module. On the other ranks `value` is ignored."""
+    tensors: list[Tensor] = []
+
+    def store(tensor: Tensor) -> str:
+        tensors.append(tensor.to(collectives.device))
+        return str(len(tensors) - 1)
+
+    encoded = encode(value, store, "extra state")
+    kinds = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
+    encoded, kinds = collectives.exchange_objects([encoded, kinds])[0]
+    if collectives.mesh.world.rank != 0:
+        tensors = [torch.empty(shape, dtype=getattr(torch, of), device=collectives.device) for shape, of in kinds]
+    collectives.broadcast(tensors)
+    return decode(encoded, lambda name: tensors[int(name)])
 
 
 def _broadcast(

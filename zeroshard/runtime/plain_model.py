@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from zeroshard.errors import InvalidState
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.managed import Managed, has_only
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
@@ -103,20 +105,44 @@ class PlainModel:
         """Names, as in the `state_dict()`, of ignored parameters and buffers."""
         return frozenset(map(plain_name, self._managed.ignored))
 
-    def state(self) -> dict[str, Tensor]:
-        """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`."""
+    def state(self) -> dict[str, Any]:
+        """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`; and what modules return
+        from `get_extra_state()`, and hooks of theirs have added."""
         self.is_read = True
         try:
             return {plain_name(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
         finally:
             self.is_read = False
 
+    def extra_states(self) -> dict[str, nn.Module]:
+        """Name in the `state_dict()` -> module, for modules that have a `get_extra_state()`. Their values go back by
+        `set_extra_state()`: what `get_extra_state()` returns is often made for the call."""
+        if self._model is None:
+            return {}
+        return {
+            plain_name(f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".")): module
+            for path, module in self.module.named_modules(remove_duplicate=False)
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+
     def unsharded_state(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """The entries of `state` that are not sharded parameters: buffers, and ignored parameters."""
+        """The entries of `state` that are not sharded parameters: buffers, ignored parameters, extra states.
+
+        Raises:
+            ValueError: an extra state is neither a tensor nor None.
+        """
         if self._model is None:
             return {}
         sharded = {id(parameter) for unit in units for parameter in unit.parameters}
-        return {name: value for name, value in self.state().items() if id(value) not in sharded}
+        found = {name: value for name, value in self.state().items() if id(value) not in sharded and value is not None}
+        for name, value in found.items():
+            if not isinstance(value, Tensor):
+                raise InvalidValue(
+                    f"{name} is a {type(value).__name__}, and a checkpoint holds what a module returns from "
+                    "get_extra_state() as a tensor only: return a tensor there (or None, for nothing), and save other "
+                    "objects by extra="
+                )
+        return found
 
     def tied(self, units: Sequence[Unit]) -> dict[str, str]:
         """For parameters with several names in the `state_dict()`: further name -> the name in `units`."""
