@@ -78,12 +78,25 @@ class Plain:
         self.parts = {"hidden": hidden}
 
 
+class Attributes(dict[str, Any]):
+    """As several packages have it: its items are its attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Several(list[Any]):
+    pass
+
+
 WRAP: dict[str, tuple[Any, Any]] = {
     "dataclass": (lambda x: Named(x, {"mean": x.mean()}), lambda y: y.hidden),
     "nested dataclass": (lambda x: {"a": [Frozen(Named(x, {}))]}, lambda y: y["a"][0].inner.hidden),
     "named tuple": (lambda x: Tuple(x, [None, 3]), lambda y: y.hidden),
     "slots": (Slots, lambda y: y.hidden),
     "plain object": (Plain, lambda y: y.parts["hidden"]),
+    "dict of another class": (lambda x: Attributes(hidden=x), lambda y: y.hidden),
+    "list of another class": (lambda x: Several([x]), lambda y: y[0]),
+    "set": (lambda x: {x, "text"}, lambda y: next(one for one in y if isinstance(one, Tensor))),
 }
 
 
@@ -189,6 +202,7 @@ def vector_loss(model: Any, rank: int, micro_batch: int, step: int, micro_batche
 
 JOBS: dict[str, Job] = {
     **{f"containers: {kind}": Job(model=partial(Wrapping, kind)) for kind in WRAP},
+    "containers, dict of another class, bf16": Job(model=partial(Wrapping, "dict of another class"), precision="bf16"),
     "containers, bf16": Job(model=partial(Wrapping, "nested dataclass"), precision="bf16"),
     "hooks of the user": Job(model=Hooked),
     "functools.partial": Job(model=Partial),
@@ -696,5 +710,8 @@ def test_tensors_are_found_wherever_they_are() -> None:
     assert list(tensors_in([Frozen(Named(x, {"y": (y, "text", 3, None, Net)})), nn.Linear(2, 2)])) == [x, y]
     mapped = map_tensors(lambda tensor: tensor + 1, {"a": Frozen(Named(x, {"y": [y]}))})["a"]
     assert mapped.inner.hidden == 1 and mapped.inner.extra["y"][0] == 2 and mapped.note == "text"
+    attributes = Attributes(hidden=x, note="text")
+    mapped = map_tensors(lambda tensor: tensor + 1, [attributes])[0]
+    assert type(mapped) is Attributes and mapped == {"hidden": torch.ones(1), "note": "text"} and attributes.hidden is x
     same = Named(x, {})
     assert map_tensors(lambda tensor: tensor, [same])[0] is same and same.hidden is x

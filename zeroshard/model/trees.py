@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with `fn` applied to its tensors. A dataclass in it is copied if one of its fields changes."""
+    """The tree with `fn` applied to its tensors. A dataclass, or a user's dict, in it is copied if a part changes."""
     return pytree.tree_map(lambda leaf: _map_leaf(fn, leaf), tree)
 
 
@@ -24,22 +24,30 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    put: Callable[[Any, Any, Any], None]
     if isinstance(leaf, Tensor):
         return fn(leaf)
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = [field.name for field in dataclasses.fields(leaf)]
+        before = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+        put = object.__setattr__  # also works for frozen dataclasses
+    elif isinstance(leaf, dict):
+        before, put = dict(leaf), dict.__setitem__
+    else:
         return leaf
-    before = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
     after = {name: map_tensors(fn, value) for name, value in before.items()}
     if all(new is old for new, old in zip(pytree.tree_leaves(after), pytree.tree_leaves(before), strict=True)):
         return leaf
     result = copy.copy(leaf)
     for name, value in after.items():
-        object.__setattr__(result, name, value)  # also works for frozen dataclasses
+        put(result, name, value)
     return result
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))
 """Not into modules: an output that refers to its module would lead to all parameters."""
+
+_CONTAINERS = (list, tuple, set, frozenset)
 
 
 def _collect(tree: Any, found: list[Tensor], seen: set[int]) -> None:
@@ -57,4 +65,6 @@ def _collect(tree: Any, found: list[Tensor], seen: set[int]) -> None:
         seen.add(id(tree))
         names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
         values = [getattr(tree, name, None) for name in names if isinstance(name, str)]
-        _collect([*getattr(tree, "__dict__", {}).values(), *values], found, seen)
+        # Pytrees know containers by their class, and a subclass of the user's is a leaf of them.
+        parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _CONTAINERS) else ()
+        _collect([*parts, *getattr(tree, "__dict__", {}).values(), *values], found, seen)
