@@ -179,6 +179,7 @@ class Gatherer:
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
         """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full start to
         be gathered from the other ranks. Collective."""
+        unit.weights.versions.renew(slots)
         were_there = unit.weights.state is not Residency.SHARDED
         if were_there and self.collectives.mesh.world.size == 1:  # nothing to gather, and nobody to compare with
             self._called.discard(unit)

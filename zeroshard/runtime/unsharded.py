@@ -60,12 +60,14 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
         RuntimeError: a parameter was written to inside.
     """
     with _shown(units, gatherer):
-        before = [(unit.edits, [parameter._version for parameter in unit.parameters]) for unit in units]
+        before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         yield
-        for unit, (edits, versions) in zip(units, before, strict=True):
-            for parameter, slot, version in zip(unit.parameters, unit.layout.slots, versions, strict=True):
+        for unit, (edits, writes) in zip(units, before, strict=True):
+            for slot, written_before, written_now in zip(
+                unit.layout.slots, writes, unit.weights.versions.writes(), strict=True
+            ):
                 # Writes through `p.data` are not seen: they leave the version as it is (pytorch/pytorch#7386).
-                if parameter._version != version and unit.edits == edits:  # else an inner scope has accepted the write
+                if written_before != written_now and unit.edits == edits:  # else an inner scope has accepted the write
                     raise InvalidState(
                         f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
                         "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"

@@ -107,6 +107,8 @@ class Steppers:
         slots = {index for index in self.units[unit] if active[unit][index]}
         if unit.plan.main is SHARDED and slots:
             self._engine.gatherer.updated(unit, slots)
+        else:
+            unit.weights.versions.renew(slots)
         return unit.plan.main is SHARDED and bool(slots)
 
     def discard_gradients(self) -> None:
@@ -149,8 +151,11 @@ class Steppers:
         having = [stepper for stepper in self.all if hasattr(stepper.optimizer, name)]
         results = [stepper.call(name, arguments, options) for stepper in having]
         for unit in self.units:
-            if unit.plan.main is SHARDED and any(unit in stepper.assignment.groups for stepper in having):
-                self._engine.gatherer.updated(unit)
+            if any(unit in stepper.assignment.groups for stepper in having):
+                if unit.plan.main is SHARDED:
+                    self._engine.gatherer.updated(unit)
+                else:
+                    unit.weights.versions.renew()
         self._engine.gatherer.settle()
         if all(result is None for result in results):
             return None

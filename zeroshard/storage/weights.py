@@ -15,11 +15,6 @@ must always gather into the same storage: the tensors that forward has saved the
 backward reads them. Autograd does not notice another storage, or other values in it: a parameter that was pointed to a
 view by `p.data = view` has its own version counter, which writes to the buffer do not change. (FSDP2 resizes storages
 for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.)
-
-[Note: versions of weights that are gone] A backward may come to a unit that no hook has gathered: its forward has left
-the result where no hook finds it. For a trained parameter, its gradient hook notices that. A frozen one has none, and
-the gradients of the units before would be wrong without an error. So while its values are gone, its version counter
-is another one: autograd compares the version of each saved tensor before it reads it, and raises.
 """
 
 from __future__ import annotations
@@ -37,6 +32,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.versions import Versions
 
 
 class Residency(Enum):
@@ -59,6 +55,7 @@ class Weights:
         scopes: how many of these are scopes.
         writers: how many of the scopes allow writes.
         shown: whether the parameters point into the full buffer (else they are absent).
+        versions: of the parameters.
     """
 
     def __init__(
@@ -76,9 +73,9 @@ class Weights:
         buffer.become(SHARDED)  # until they are filled
         self.in_use = self.scopes = self.writers = 0
         self.shown = False
-        self._versions: list[int] = []  # of the parameters when they were last shown in a borrowed buffer
+        self._writes: list[int] = []  # when the parameters were last shown in a borrowed buffer
         self._was_compared = False
-        self._versions_here: tuple[int, ...] | None = None  # while guarded: the versions of the parameters before
+        self.versions = Versions(parameters)
 
     @property
     def state(self) -> Residency:
@@ -153,9 +150,8 @@ class Weights:
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
             )
             raise
-        if self._versions_here is not None and not stale:
-            torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions_here)
-            self._versions_here = None
+        if not stale:
+            self.versions.unguard()
 
     def drop(self, *, forget: bool = False) -> None:
         """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid."""
@@ -172,13 +168,9 @@ class Weights:
             self.guard()
 
     def guard(self) -> None:
-        """Let autograd raise if it reads borrowed weights while they are gone ([Note: versions of weights that are
-        gone])."""
-        if self.buffer.borrows and self._versions_here is None and self.state is Residency.SHARDED:
-            with as_tensors():
-                self._versions_here = tuple([parameter._version for parameter in self._parameters])
-            others = tuple([version + 1 for version in self._versions_here])
-            torch._C._autograd._unsafe_set_version_counter(self._parameters, others)
+        """Let autograd raise if it reads borrowed weights while they are gone."""
+        if self.buffer.borrows and self.state is Residency.SHARDED:
+            self.versions.guard()
 
     def rest(self) -> None:
         """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
@@ -204,15 +196,15 @@ class Weights:
         Raises:
             RuntimeError: a parameter has been written to.
         """
-        versions = [parameter._version for parameter in self._parameters]
-        slots = zip(self.buffer.layout.slots, self._versions, versions, strict=True)
+        writes = self.versions.writes()
+        slots = zip(self.buffer.layout.slots, self._writes, writes, strict=True)
         names = [slot.name for slot, before, after in slots if before != after]
         if not names and after_forward and self._differs_from_shard():
             names = ["a parameter"]
         if names:
             if self._common is not None:  # the values are as before: training can go on
                 self._common.renew()
-                self._versions = versions
+                self._writes = writes
             raise InvalidState(
                 f"unit {self._unit}: {names[0]} has been written to in a forward or backward, where its values are "
                 "borrowed: the write is lost. Write inside `with handle.unsharded(write=True), torch.no_grad():`. If a "
@@ -241,7 +233,7 @@ class Weights:
             if self._common is not None:
                 self._common.watch()
             if self.buffer.borrows:
-                self._versions = [parameter._version for parameter in self._parameters]
+                self._writes = self.versions.writes()
 
     def hide(self) -> None:
         """Make the parameters absent: they raise when they are read or written."""
@@ -301,9 +293,9 @@ class Weights:
             name = self.buffer.layout.slots[next(i for i, p in enumerate(self._parameters) if p is parameter)].name
             raise InvalidState(
                 f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
-                "outside of a forward (inside `with handle.unsharded():`), or a step came before this backward: run "
-                "the backward inside the same block, and before the step. Or the loss uses a value from inside of unit "
-                f"{self._unit} that its modules' forward does not return (nor leave in attributes or inputs): return it"
+                "outside of a forward (inside `with handle.unsharded():`): run the backward inside the same block. Or "
+                f"the loss uses a value from inside of unit {self._unit} that its modules' forward does not return "
+                "(nor leave in attributes or inputs): return it"
             )
 
     @property

@@ -1,0 +1,77 @@
+"""Backward of a graph that is older than a step, or than other new values of the weights.
+
+Plain torch raises if the graph has saved a weight that was written to since: its gradients would be those of new
+weights and old activations. What a step writes to the buffer was not noticed once, and such gradients were used without
+a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from tests.kit import PLANS, Net, loss_of_tokens, make
+from tests.together import on_ranks
+
+MODIFIED = "has been modified by an inplace operation"
+
+
+def _step(model: nn.Module, handle: Any, optimizer: Any) -> None:
+    assert optimizer.step().applied
+
+
+def _load(model: nn.Module, handle: Any, optimizer: Any) -> None:
+    handle.load_full_state_dict({name: 2 * value for name, value in handle.full_state_dict().items()})
+
+
+def _set_main(model: nn.Module, handle: Any, optimizer: Any) -> None:
+    handle.set_main_parts([2 * part for part in handle.main_parts()])
+
+
+def _write(model: nn.Module, handle: Any, optimizer: Any) -> None:
+    with handle.unsharded(write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+
+
+@on_ranks("num_ranks")
+@pytest.mark.parametrize("change", [_step, _load, _set_main, _write])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_it_raises_as_in_plain_torch(rank: int, num_ranks: int, change: Callable[..., None]) -> None:
+    for plan in PLANS:
+        for frozen in (False, True):  # frozen weights are guarded by their versions while they are gone
+            model = make(lambda: Net(blocks=2))
+            model.blocks[0].up.weight.requires_grad_(not frozen)
+            handle = zeroshard.shard(model, plan, units=8192)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            loss = loss_of_tokens(model, rank, 0, 0)
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)  # a second backward alone is right
+            change(model, handle, optimizer)
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                loss.backward()
+            optimizer.zero_grad()
+            loss_of_tokens(model, rank, 0, 0).backward()  # training goes on
+            assert optimizer.step().applied
+
+
+@on_ranks(2)
+def test_new_weights_are_no_write_of_the_user(rank: int) -> None:
+    """A step and a load inside of a scope that only reads."""
+    for plan in PLANS:
+        model = make(lambda: Net(blocks=2))
+        handle = zeroshard.shard(model, plan, units=8192)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for change in (_step, _set_main):
+            with handle.unsharded():
+                loss_of_tokens(model, rank, 0, 0).backward()
+                change(model, handle, optimizer)
+            optimizer.zero_grad()
+            with pytest.raises(zeroshard.errors.InvalidState, match="has been written to"), handle.unsharded():
+                with torch.no_grad():
+                    model.norm.weight.mul_(2)
