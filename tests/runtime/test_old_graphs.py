@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Net, loss_of_tokens, make
+from tests.kit import PLANS, Net, State, loss_of_tokens, make, same_bits
 from tests.together import on_ranks
 
 MODIFIED = "has been modified by an inplace operation"
@@ -75,3 +76,44 @@ def test_new_weights_are_no_write_of_the_user(rank: int) -> None:
             with pytest.raises(zeroshard.errors.InvalidState, match="has been written to"), handle.unsharded():
                 with torch.no_grad():
                     model.norm.weight.mul_(2)
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head, self.critic = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 1)
+
+
+@on_ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_of_other_parameters_may_come_before_it(rank: int, num_ranks: int) -> None:
+    """Two optimizers take turns on parts of one model, as in plain torch."""
+
+    def run(plan: Any) -> State:
+        model = make(Parts)
+        if plan is None:
+            first = torch.optim.SGD([*model.trunk.parameters(), *model.head.parameters()], lr=0.1)
+            second = torch.optim.SGD(model.critic.parameters(), lr=0.1)
+        else:
+            zeroshard.shard(model, plan)
+            mains = [*model.trunk.parameters(), *model.head.parameters()]
+            first = zeroshard.ShardedOptimizer(mains, torch.optim.SGD, lr=0.1)
+            second = zeroshard.ShardedOptimizer(model.critic.parameters(), torch.optim.SGD, lr=0.1)
+        losses: State = {}
+        for step in range(3):
+            features = model.trunk(torch.linspace(-1, 1, 16).view(2, 8) + rank + step)
+            result = model.head(features).square().mean()
+            for loss, optimizer in ((model.critic(features.detach()).square().mean(), second), (result, first)):
+                optimizer.zero_grad()
+                loss.backward()
+                if plan is None:
+                    for parameter in optimizer.param_groups[0]["params"]:
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= num_ranks
+                optimizer.step()
+                losses[f"{len(losses)}"] = loss.detach()
+        return losses
+
+    expected = run(None)
+    for plan in PLANS:
+        assert same_bits(run(plan), expected), plan

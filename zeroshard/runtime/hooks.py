@@ -286,6 +286,9 @@ def _before_gradient(schedule: weakref.ref[Schedule], unit: Unit, parameter: Ten
         target = of_parameter()
         if target is not None:
             if not is_shown:
+                # A step of other parameters of the unit may have come before: its weights are on their way.
+                if its_unit.weights.buffer.rests_in_full:
+                    alive.gatherer.bring(its_unit)
                 its_unit.weights.expect_shown(target)
             alive.before_gradient(target)
 
