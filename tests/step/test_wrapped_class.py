@@ -202,6 +202,24 @@ def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused(rank: int) ->
         with pytest.raises(ValueError, match=r"Sharpness cannot be sharded: its step\(\) needs arguments"):
             zeroshard.ShardedOptimizer(handle, Sharpness, elementwise=elementwise)
 
+    class Optional(torch.optim.SGD):  # as the SAM that is in use
+        def step(self, closure: Any = None) -> None:
+            assert closure is not None, "requires closure"
+            with torch.enable_grad():
+                closure()
+            super().step()
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise ArithmeticError("always")
+
+    with pytest.raises(
+        ValueError, match=r"Optional cannot be sharded: its step\(\) calls a closure by itself.*requires"
+    ):
+        zeroshard.ShardedOptimizer(handle, Optional, lr=0.1)
+    with pytest.raises(ValueError, match=r"Broken is unknown, .*always"):
+        zeroshard.ShardedOptimizer(handle, Broken, lr=0.1)
+
 
 @on_ranks(2)
 def test_a_closure_may_be_called_again_and_again(rank: int) -> None:

@@ -93,6 +93,11 @@ def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: boo
     except InvalidValue:
         raise
     except Exception as error:
+        if _calls_its_closure(optimizer_class, options):
+            raise InvalidValue(
+                f"{optimizer_class.__name__} cannot be sharded: its step() calls a closure by itself, and without one "
+                f"it raises {error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
+            ) from None
         raise InvalidValue(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
@@ -163,6 +168,23 @@ def _try_out(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     settings = frozenset((key, float(value)) for group in groups for key, value in group.items() if _is_number(value))
     return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
+
+
+def _calls_its_closure(optimizer_class: OptimizerClass, options: Options) -> bool:
+    """Whether the class makes a step, and calls a closure in it, if it is given one."""
+    tensor, calls = torch.ones(4, 6, device="cpu", requires_grad=True), []
+
+    def closure() -> float:
+        calls.append(1)
+        tensor.grad = torch.ones_like(tensor)
+        return 1.0
+
+    try:
+        closure()
+        optimizer_class([tensor], **copy.deepcopy(options)).step(closure)
+    except Exception:
+        return False
+    return len(calls) > 1
 
 
 def _gradients(numel: int) -> Iterator[Tensor]:
