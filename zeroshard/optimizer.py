@@ -412,7 +412,8 @@ def _find_handle(
         handles = {id(one): one for one in map(handle_of, parameters)}
         if len(handles) > 1:
             raise InvalidValue(
-                "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle"
+                "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle, "
+                "or shard the models together, as one nn.ModuleList"
             )
         handle = next(iter(handles.values()), None)
         if handle is None:
