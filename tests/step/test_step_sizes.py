@@ -24,6 +24,7 @@ from zeroshard.layout.cuts import SIZES, Sizes
 from zeroshard.planner import plan_memory
 from zeroshard.reference import Reference
 from zeroshard.step.flat_step import FlatStep
+from zeroshard.storage import marks
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")
@@ -36,6 +37,7 @@ TINY = Sizes(piece=256, batch=256, at_once=256, in_place=256)
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "cpu", SIZES["cuda"])
+    monkeypatch.setattr(marks, "mark_of", lambda values: None)  # as of values that are not on a CPU
 
 
 class Operations(TorchDispatchMode):
