@@ -44,6 +44,13 @@ def changes(numel: int, per_row: int) -> Iterator[tuple[str, Change]]:
         yield f"columns exchanged, of {width}", rows(width, lambda matrix: matrix.copy_(matrix.roll(8, 1)))
         yield f"transposed, of {width}", rows(width, lambda matrix: matrix.copy_(matrix.t().reshape(matrix.shape)))
     yield "signs", lambda values: values.neg_()
+    per_word = per_row // COLUMNS
+    for count in (2, 4, 5, 100):  # of the last numbers of words: their signs are the highest bits
+        last = slice(per_word - 1, count * per_word, per_word)
+        yield f"{count} signs", lambda values, last=last: values[last].neg_()
+        yield f"{count} doubled", lambda values, last=last: values[last].mul_(2)
+        yield f"{count} signs at the end", lambda values, last=last: values[2 * per_row :][last].neg_()
+    yield "signs of two words, behind the rows", lambda values: values[3 * per_row :][per_word - 1 :: per_word].neg_()
     yield "clipped", lambda values: values.clamp_(-0.5, 0.5)
     yield "zeros", lambda values: values.zero_()
     yield "scaled", lambda values: values.mul_(2)
@@ -127,7 +134,7 @@ def test_weights_are_compared_only_where_something_was_written() -> None:
     assert fourth > 0 and fourth >= fifth and sixth == 0
 
 
-KINDS = ["step", "step", "step", "write", "write", "read", "load"]
+KINDS = ["step", "step", "step", "write", "write", "signs", "read", "load"]
 AND_BACK = [*["step"] * 3, "write the first", "read", "write the last", "step"]
 """Main follows the first write, so the weights that a step has left are new to it when they come back."""
 
@@ -153,6 +160,9 @@ def after(rank: int, seed: int, plan: str, *, with_marks: bool) -> dict[str, Ten
                 values = {"write the first": seen[0], "write the last": seen[-1]}.get(kind) or rng.choice(seen)
                 for name, parameter in model.named_parameters():
                     parameter.data.copy_(values[name])
+            elif kind == "signs":
+                for parameter in model.parameters():
+                    parameter.data.view(-1)[3::4].neg_()
             elif kind == "read":
                 handle.full_state_dict(main=True)
             else:

@@ -6,12 +6,17 @@
     word word word ... word
     -----------------------
     sum  sum  sum  ... sum      of each column, modulo 2^64
-    times a fixed random odd number for each column, added up: the mark
+    times a fixed random odd number for each column, added up: half of the mark
+    the same of the upper halves of the sums: the other half
 
 So one pass over the values, which takes what it takes to read them. A change of one word is always seen. Others are
-seen unless the changes within every column cancel (or, by chance, the products do). They cancel if words of one column
-are exchanged, and such words are a multiple of `COLUMNS` apart. As that is a large prime, no exchange of rows of a
-matrix does this, unless they are that many words long or that many rows apart.
+seen unless the changes within every column cancel (or, by a chance of 1 in 2^32, the products do). They cancel if words
+of one column are exchanged, or the last numbers of two of them change sign, and such words are a multiple of `COLUMNS`
+apart. As that is a large prime, no exchange of rows of a matrix does this, unless they are that many words long or that
+many rows apart.
+
+Why the upper halves: if sums change by multiples of 2^n only, so do their products, and 64 - n bits are left to tell
+changes apart. If two numbers change sign, and both are the last of their words, n is 63 and nothing is left.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ COLUMNS = 16381
 """Words in a row: prime, and so few that their sums stay in a core's cache."""
 _WORD = 8
 
-Mark = tuple[int, int, bytes]
+Mark = tuple[tuple[int, int], tuple[int, int], bytes]
 """Of the complete rows, of the words behind them, and the bytes behind these."""
 
 
@@ -45,13 +50,14 @@ def mark_of(values: Tensor) -> Mark | None:
     in_rows = words.numel() // COLUMNS * COLUMNS
     with _LOCK:
         torch.sum(words[:in_rows].view(-1, COLUMNS), 0, out=_SUMS)
-        of_rows = _hash(_SUMS)
-    return of_rows, _hash(words[in_rows:]), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+        return _hash(_SUMS), _hash(words[in_rows:]), ctypes.string_at(rest.data_ptr(), rest.nbytes)
 
 
-def _hash(words: Tensor) -> int:
-    """Of at most `COLUMNS` words: a multilinear hash."""
-    return int(torch.dot(words, _FACTORS[: words.numel()]))
+def _hash(words: Tensor) -> tuple[int, int]:
+    """Of at most `COLUMNS` words: multilinear hashes of the words and of their upper halves. (With `_LOCK` held.)"""
+    factors = _FACTORS[: words.numel()]
+    upper = torch.bitwise_right_shift(words, 32, out=_UPPER[: words.numel()])
+    return int(torch.dot(words, factors)), int(torch.dot(upper, factors))
 
 
 def _random_factors() -> Tensor:
@@ -60,9 +66,9 @@ def _random_factors() -> Tensor:
 
 
 with torch.inference_mode(False):
-    _FACTORS, _SUMS = _random_factors(), torch.empty(COLUMNS, dtype=torch.int64, device="cpu")
+    _FACTORS, (_SUMS, _UPPER) = _random_factors(), torch.empty(2, COLUMNS, dtype=torch.int64, device="cpu")
 _LOCK = Lock()
-"""Held while `_SUMS` is in use: models of several threads have the same one."""
+"""Held while `_SUMS` and `_UPPER` are in use: models of several threads have the same ones."""
 
 
 class Marks:
