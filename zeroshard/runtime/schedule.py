@@ -52,6 +52,7 @@ class Schedule(NotCopied):
         self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # last visit before forwards without grad
         self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
         self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
+        self._read_again: dict[Unit, int] = {}  # units that a second backward reads -> id of the first's graph task
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
@@ -110,6 +111,7 @@ class Schedule(NotCopied):
             return
         needed.end()
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
+        self._show_what_is_read_again()
         if not transformed:
             results.output = without_views(results.output, free)
         self.running.returned(units, results.output)
@@ -161,9 +163,11 @@ class Schedule(NotCopied):
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
-            # The second backward reads weights through views that the first has left in the graph. No hook could gather
-            # them again, so they must stay.
-            self.gatherer.expect_to_stay([unit for unit in units if not unit.weights.scopes])
+            # The second backward reads weights through views that the first has left in the graph, and parameters that
+            # it has left there as they are. No hook could gather them again, so they must stay, and be shown.
+            staying = [unit for unit in units if not unit.weights.scopes]
+            self.gatherer.expect_to_stay(staying)
+            self._read_again.update(dict.fromkeys(staying, torch._C._current_graph_task_id()))
         with torch.no_grad():
             waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
             if not waiting:
@@ -187,6 +191,12 @@ class Schedule(NotCopied):
 
     def _place_behind(self, visit: Visit) -> int:
         return self._visits.index(visit) + 1 if visit in self._visits else len(self._visits)
+
+    def _show_what_is_read_again(self) -> None:
+        """Show weights that a second backward will read, in the buffers where they have stayed."""
+        for unit in self._read_again:
+            if unit.weights.state is Residency.RESIDENT:
+                unit.weights.show()
 
     def _visit_from(self, first: int) -> None:
         """Visit the units of the visits from number `first` on, the last one first."""
@@ -252,6 +262,7 @@ class Schedule(NotCopied):
         self._forget()
         with torch.no_grad():
             adds = self.reducer.abandon_backward()
+        self._read_again.clear()
         self.gatherer.end_backward()
         return adds
 
@@ -263,7 +274,7 @@ class Schedule(NotCopied):
         self._at.clear()
 
     def _end_backward(self) -> None:
-        self._backward = None
+        ended, self._backward = self._backward, None
         self.running.end_backward()
         _forget_autocasts(self.gatherer.collectives.device)
         try:
@@ -274,7 +285,9 @@ class Schedule(NotCopied):
             self._forget()
         if accumulates:
             self.reducer.end_backward()
+            self._read_again = {unit: task for unit, task in self._read_again.items() if task == ended}
         self.gatherer.end_backward()
+        self._show_what_is_read_again()
 
 
 def _forget_autocasts(device: torch.device) -> None:
