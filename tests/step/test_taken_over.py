@@ -122,6 +122,41 @@ def test_it_goes_on_as_the_plain_one_with_the_scheduler_that_there_was() -> None
         expect_same_logs(logs)
 
 
+def test_state_of_16_bit_weights_gets_the_dtype_of_main() -> None:
+    """A plain optimizer keeps its state in the dtype of its parameters. Main is fp32: so is its state."""
+
+    def check(rank: int) -> None:
+        for cls, options, plan in (
+            (torch.optim.AdamW, {"lr": 0.1}, "zero1"),
+            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "zero3"),
+            (torch.optim.Muon, {"lr": 0.1}, "zero2"),
+        ):
+            for way in ("take over", "load", "load from rank 0"):
+                torch.manual_seed(0)
+                model = torch.nn.Linear(8, 8, bias=False).bfloat16()
+                plain = cls(model.parameters(), **options)
+                model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+                plain.step()
+                plain.zero_grad()
+                state_dict = plain.state_dict()
+                before = {k: v.clone() for k, v in state_dict["state"][0].items() if v.dtype == torch.bfloat16}
+                handle = zeroshard.shard(model, plan)
+                if way == "take over":
+                    optimizer = ShardedOptimizer.from_optimizer(handle, plain)
+                else:
+                    optimizer = ShardedOptimizer(handle, cls, **options)
+                    optimizer.load_state_dict(state_dict, broadcast_from_rank0=way == "load from rank 0")
+                after = optimizer.state_dict()["state"][0]
+                assert before
+                for key, value in before.items():
+                    assert after[key].dtype == torch.float32 and torch.equal(after[key], value.float()), (cls, way, key)
+                model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+                assert optimizer.step().applied
+                handle.close()
+
+    run_ranks(check, 2)
+
+
 def test_controls() -> None:
     """Controls: a new optimizer from the same groups has no scheduler; arguments that cannot be recovered are
     refused."""

@@ -39,14 +39,21 @@ class OptimizerState:
             state |= stepper.state.gather(only, destination)
         return state
 
-    def load(self, state: Mapping[Tensor, Mapping[str, Any]], only: Collection[Tensor] | None = None) -> None:
+    def load(
+        self,
+        state: Mapping[Tensor, Mapping[str, Any]],
+        only: Collection[Tensor] | None = None,
+        *,
+        as_main: bool = False,
+    ) -> None:
         """Replace the state by `state`, in the form of `gather`, the same on every rank. Parameters that are not in it
-        have no state afterwards. `only`: keep the state of all other parameters.
+        have no state afterwards. `only`: keep the state of all other parameters. `as_main`: see `as_saved`.
 
         Raises:
             ValueError: an item has another shape; nothing has been changed.
         """
-        saved, done = [as_saved(stepper, state) for stepper in self.steppers.all], stepped(self.steppers.all)
+        saved = [as_saved(stepper, state, as_main=as_main) for stepper in self.steppers.all]
+        done = stepped(self.steppers.all)
         for stepper, of_one in zip(self.steppers.all, saved, strict=True):
             stepper.state.load(of_one, only)
         for parameter in [*self.waiting] if only is None else only:

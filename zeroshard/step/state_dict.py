@@ -56,7 +56,7 @@ class StateDicts:
         """
         self._expect_same(state_dict)
         adopt(self._groups.adopted_with(state_dict))
-        self._state.load(self._groups.state_by_parameter(state_dict))
+        self._state.load(self._groups.state_by_parameter(state_dict), as_main=True)
         self._load_rest(state_dict)
 
     @phase("load_state_dict")
@@ -72,7 +72,7 @@ class StateDicts:
         of_units = [unit.parameters for unit in self._state.steppers.units]
         for params in [*of_units, [p for p in state if p not in done]]:
             received = {p: source.receive(state[p]) for p in params if p in state}
-            self._state.load(state | received, dict.fromkeys(params))
+            self._state.load(state | received, dict.fromkeys(params), as_main=True)
         self._load_rest({**source.state_dict, "param_groups": source.receive(source.state_dict["param_groups"])})
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:

@@ -145,11 +145,11 @@ class SavedTensor:
     read: Callable[[Interval, Tensor], None]
 
     @classmethod
-    def of(cls, value: Tensor) -> SavedTensor:
+    def of(cls, value: Tensor, dtype: torch.dtype | None = None) -> SavedTensor:
         def read(interval: Interval, out: Tensor) -> None:
             out.copy_(value.reshape(-1)[interval.slice])
 
-        return cls(tuple(value.shape), value.dtype, read)
+        return cls(tuple(value.shape), dtype or value.dtype, read)
 
     def whole(self, device: torch.device) -> Tensor:
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
@@ -256,8 +256,11 @@ def stepped(steppers: Collection[Stepper]) -> set[Tensor]:
     return {member.parameter for stepper in steppers for member in stepper.assignment.members()}
 
 
-def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+def as_saved(
+    stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]], *, as_main: bool = False
+) -> dict[Tensor, dict[str, Any]]:
     """Full state of a stepper's parameters (from `gather`, or of a plain optimizer), in the form that `load` takes.
+    `as_main`: give state in the dtype of the weights main's dtype, as torch gives loaded state that of the parameters.
 
     For a parameter of one element, moments and step counts look alike. The class decides; or, if it does not know the
     key, the shape that the item has for parameters of many elements.
@@ -284,5 +287,6 @@ def as_saved(stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]]) -> dic
                     raise InvalidValue(
                         f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}"
                     )
-                items[key] = SavedTensor.of(value)
+                of_weights = as_main and value.dtype == member.unit.weights.buffer.dtype
+                items[key] = SavedTensor.of(value, member.unit.main.dtype if of_weights else None)
     return saved
