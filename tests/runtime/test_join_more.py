@@ -278,3 +278,77 @@ def test_a_loss_that_nobody_steps_with_lowers_no_scale(ranks: int) -> None:
         return scaler.scale
 
     assert run_ranks(check, ranks) == [SCALE] * ranks
+
+
+# What came before -----------------------------------------------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *grads: Tensor) -> Any:
+        raise ValueError("backward")
+
+
+def raise_in_backward(model: nn.Sequential) -> None:
+    with pytest.raises(ValueError, match="backward"):
+        model[2](Raises.apply(model[:2](torch.ones(1, 4)))).sum().backward()
+    model.zero_grad()
+
+
+def joined_after(rank: int, plan: Any, before: str) -> dict[str, Tensor]:
+    model = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
+    if before == "raised":
+        raise_in_backward(model)
+    else:
+        model[0].requires_grad_(False)
+    start = model[0].weight if before == "frozen" else None
+    with handle.join():
+        for step in range(STEPS[rank]):
+            model(data(rank, step)[0]).square().mean().backward()
+            assert optimizer.step().applied
+    assert start is None or not start.requires_grad
+    return handle.full_state_dict()
+
+
+def test_a_rank_without_inputs_after_a_backward_that_raised_or_after_freezing() -> None:
+    """That rank calls no forward, where the others discard what has been left, and agree on what is frozen."""
+
+    def check(rank: int) -> list[dict[str, Tensor]]:
+        found = []
+        for before in ("raised", "frozen"):
+            results = [joined_after(rank, plan, before) for plan in PLANS]
+            assert all(same_bits(one, results[0]) for one in results), before
+            found.append(results[0])
+        return found
+
+    raised, frozen = run_ranks(check, 3, collective_timeout=20)[0]
+    started = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).state_dict()
+    for name, value in started.items():
+        assert torch.equal(frozen[name], value) == name.startswith("0."), name
+        assert not torch.equal(raised[name], value), name
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_leaves_nothing_that_a_save_or_parking_would_miss(rank: int) -> None:
+    for plan in PLANS:
+        model = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **ADAMW)
+        raise_in_backward(model)
+        handle.park()
+        handle.unpark()
+        raise_in_backward(model)
+        handle.engine.expect_no_gradients("save")
+        model(torch.ones(1, 4)).sum().backward()
+        raise_in_backward(model)
+        with pytest.raises(RuntimeError, match="with its gradients those of earlier micro-batches are discarded"):
+            handle.park()
+        optimizer.zero_grad()
+        handle.park()
+        handle.unpark()

@@ -192,6 +192,7 @@ class Engine(NotCopied):
     def expect_no_gradients(self, what: str) -> None:
         """Raises:
         RuntimeError: gradients are waiting for a step."""
+        self.hooks.schedule.expect_to_begin()  # `p.grad` does not show gradients of a backward that has raised
         if self.has_gradients():
             raise InvalidState(
                 f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
@@ -260,6 +261,7 @@ class Engine(NotCopied):
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
         parked = self.life.after("park")
+        self.hooks.schedule.expect_to_begin()
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()

@@ -64,6 +64,9 @@ def join(
         raise InvalidValue("join: the same handle twice")
     if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
         raise InvalidValue("join: the handles have different ranks: all of them must have the same")
+    for engine in engines:  # a rank without any input calls no forward, which does these
+        engine.hooks.schedule.expect_to_begin()
+        engine.unfreeze()
     one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
     try:
         yield

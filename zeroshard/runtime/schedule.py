@@ -83,11 +83,7 @@ class Schedule(NotCopied):
                 )
 
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
-        if self._backward is not None and self.abandon_backward():
-            raise InvalidState(
-                "a backward has raised, and with its gradients those of earlier micro-batches are discarded: they are "
-                "in one sum. Call optimizer.zero_grad() after such an error, and begin with the first micro-batch again"
-            )
+        self.expect_to_begin()
         units, makes_graph = needed.units, torch.is_grad_enabled()
         given = given_tensors((module, *needed.inside))
         for unit in units if given else ():
@@ -251,6 +247,18 @@ class Schedule(NotCopied):
         if accumulates and not self.accumulates:
             self.accumulates = True
             self.reducer.begin_backward()
+
+    def expect_to_begin(self) -> None:
+        """If the last backward raised, discard its gradients.
+
+        Raises:
+            RuntimeError: gradients of earlier backwards, which had ended, are discarded with them.
+        """
+        if self._backward is not None and self.abandon_backward():
+            raise InvalidState(
+                "a backward has raised, and with its gradients those of earlier micro-batches are discarded: they are "
+                "in one sum. Call optimizer.zero_grad() after such an error, and begin with the first micro-batch again"
+            )
 
     def abandon_backward(self) -> bool:
         """If the last backward raised and never ended: wait for its collectives, and discard its gradients. Returns
