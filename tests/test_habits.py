@@ -307,6 +307,56 @@ def test_a_first_backward_that_raises_needs_no_call() -> None:
     run_ranks(check, 2)
 
 
+class Gated(nn.Module):
+    """A layer inside, which is a unit of its own, and a gate that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.is_open, self.raises = True, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ArithmeticError
+        y = torch.tanh(self.layer(x))
+        return y * self.gate if self.is_open else y
+
+
+def gated(rank: int, plan: Any, before: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Gated() for _ in range(4)])
+    handle = zeroshard.shard(model, plan, units=(Gated, nn.Linear))
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    last: Any = model[-1]
+    for step in range(3):
+        last.is_open = True
+        if before == "evaluated":
+            model(data(rank, step + 10))  # without `no_grad`
+        elif before == "raised":
+            last.raises = True
+            with pytest.raises(ArithmeticError):
+                model(data(rank, step + 10))
+            last.raises = False
+        last.is_open = rank == step % 2
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return list(handle.full_state_dict().values())
+
+
+def test_a_forward_without_a_backward_changes_nothing_where_ranks_use_other_parameters() -> None:
+    """A unit without a gradient on one rank was expected to come once more, in the graph that is gone, and reduced
+    later than on the others."""
+
+    def check(rank: int) -> None:
+        expected = gated(rank, "ddp", "nothing")
+        for plan in ("zero2", "zero3"):
+            for before in ("nothing", "evaluated", "raised"):
+                found = gated(rank, plan, before)
+                assert all(map(torch.equal, found, expected)), (plan, before)
+
+    run_ranks(check, 2, collective_timeout=15)
+
+
 # Memory that two tensors share ----------------------------------------------------------------------------------------
 
 

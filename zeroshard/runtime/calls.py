@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -94,6 +95,14 @@ class Around:
             handle.remove()
 
 
+class Graph:
+    """Held by the hooks in a graph of autograd, so that a weak reference tells whether the graph is gone."""
+
+
+GONE = weakref.ref(Graph())
+"""A graph that is gone: of a call that raised."""
+
+
 @dataclass(eq=False)
 class Visit:
     """One forward of a unit that backward will come back to.
@@ -101,10 +110,17 @@ class Visit:
     Attributes:
         around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
             through the same graph that begins at an output of this unit, so they are shown again with it.
+        graph: refers to what lives as long as the graph behind its outputs; None: nobody knows how long that is.
     """
 
     unit: Unit
     around: Sequence[Unit] = ()
+    graph: weakref.ref[Graph] | None = None
+
+    @property
+    def may_come(self) -> bool:
+        """Whether a backward may come to it. Not if its graph is gone: a forward without a backward."""
+        return self.graph is None or self.graph() is not None
 
 
 @dataclass(frozen=True, eq=False)

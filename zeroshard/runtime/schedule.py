@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.transforms import given_tensors, under_transform
-from zeroshard.runtime.calls import Entry, Needed, Results, Visit, differentiable, without_views
+from zeroshard.runtime.calls import GONE, Entry, Graph, Needed, Results, Visit, differentiable, without_views
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
@@ -125,7 +126,7 @@ class Schedule(NotCopied):
             for unit in free:
                 self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around = self.running.around()
-        visits = [Visit(unit, around) for unit in free]
+        visits = [Visit(unit, around, None if end is End.RETURNED else GONE) for unit in free]
         if self._trains:
             self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
             if len(self._visits) > _MOST_VISITS * self.num_modules:  # forwards without a backward
@@ -141,11 +142,15 @@ class Schedule(NotCopied):
     ) -> set[Visit]:
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
         hooked: set[Visit] = set()
+        graph = Graph()
         for leaf in leaves:
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 hooked.update(made)
-                leaf.register_hook(lambda grad, made=made: self._on_output_grad(made))  # type: ignore[no-untyped-call]
+                hook = partial(self._on_output_grad, made, graph)
+                leaf.register_hook(lambda grad, hook=hook: hook())  # type: ignore[no-untyped-call]
+        for visit in hooked:
+            visit.graph = weakref.ref(graph)
         return hooked
 
     def _is_first_seen(self, unit: Unit) -> bool:
@@ -155,7 +160,7 @@ class Schedule(NotCopied):
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def _on_output_grad(self, visits: Sequence[Visit]) -> None:
+    def _on_output_grad(self, visits: Sequence[Visit], _: Graph) -> None:
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
@@ -216,7 +221,7 @@ class Schedule(NotCopied):
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
         has gradients for it: then ask again later."""
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
-        if unit in next_units or unit.spec.of_root or any(visit.unit is unit for visit in self._visits):
+        if unit in next_units or unit.spec.of_root or any(v.unit is unit and v.may_come for v in self._visits):
             return True
         return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
