@@ -8,6 +8,7 @@ without an error.
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
 from tests.together import on_ranks
 from zeroshard.placement import Plan
+from zeroshard.storage.weights import Weights
 
 CASES: list[tuple[Plan, str | None]] = [(zeroshard.DDP, None), (zeroshard.DDP, "bf16"), (zeroshard.ZERO2, "bf16")]
 CASES += [(zeroshard.ZERO3, None), (zeroshard.ZERO3, "bf16-remainder"), (zeroshard.ZERO1, "bf16-remainder")]
@@ -197,3 +199,28 @@ def test_a_write_in_a_forward_takes_effect_or_raises(rank: int) -> None:
             else:
                 weight = handle.full_state_dict()["linear.weight"]
                 assert torch.equal(weight, torch.full((32, 32), 0.5)) is (forward > 0)
+
+
+@on_ranks(2)
+def test_a_rank_that_writes_after_unpark_does_not_write_what_another_one_reads(rank: int) -> None:
+    """Rank 1 reads rank 0's shards late. If what rank 0 writes then were in them, rank 1 would write it twice."""
+    arrive = Weights.arrive
+
+    def late(weights: Weights, *, stale: bool = False) -> None:
+        time.sleep(0.2)
+        arrive(weights, stale=stale)
+
+    for plan in ("ddp", "zero1", "zero2"):
+        model, handle, _ = start(plan, rank, "bf16")
+        handle.park()
+        Weights.arrive = late if rank == 1 else arrive  # type: ignore[method-assign]
+        try:
+            handle.unpark()
+        finally:
+            Weights.arrive = arrive  # type: ignore[method-assign]
+        for parameter in model.parameters():
+            parameter.data.add_(1)
+        mine = torch.cat([parameter.detach().reshape(-1).float() for parameter in model.parameters()])
+        of_rank0 = mine.clone()
+        torch.distributed.broadcast(of_rank0, 0)
+        assert torch.equal(mine, of_rank0), plan

@@ -280,6 +280,8 @@ class Engine(NotCopied):
         self._parking.unpark()
         self.life = opened
         self.gatherer.settle()
+        # After this exchange all peers have read this rank's shards, which lie in shared memory: the user may write.
+        self.collectives.exchange_objects(None)
 
     def attach(self, modules: Modules, casts: Mapping[nn.Module, Cast]) -> None:
         """Install the hooks on the model. `modules`: those of the model."""
