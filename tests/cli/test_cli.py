@@ -324,3 +324,40 @@ def test_a_tracker_that_fails_is_told_on_stderr(text_folder: Path, tmp_path: Pat
     code, _, err = finish(start("train", "--data", str(text_folder), *options, *SMALL))
     said = f"zeroshard: warning: run.observers: {name} gets no more records: ConnectionError: the tracker is away\n"
     assert (code, err) == (0, said)
+
+
+def test_output_that_is_lost_or_has_another_encoding_ends_no_run(text_folder: Path, tmp_path: Path) -> None:
+    """`zeroshard train | head -1` ended with a traceback and nothing saved; a sample in letters that a terminal does
+    not have, with a traceback in place of sample.txt and the page."""
+    common = [
+        "train",
+        "--steps=2",
+        "--data",
+        str(text_folder),
+        *SMALL,
+        "--run.report=false",
+        "--evaluation.temperature=9",
+    ]
+    for ranks in ("1", "2"):
+        out = tmp_path / f"of-{ranks}"
+        # Interpreters: a forked rank also has the handler of warnings of the launcher, and says it twice.
+        with start(*common, "--nproc", ranks, "--out", str(out), ranks=subprocess.Popen) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            err = process.stderr.read()
+        said = "zeroshard: warning: the output is lost: Broken pipe; training goes on, and Control-C stops and saves\n"
+        assert (process.returncode, err, (out / "sample.txt").exists()) == (0, said, True)
+        verify(out / "step-2")
+
+    def in_ascii() -> None:
+        sys.stdout.reconfigure(encoding="ascii", errors="strict")  # type: ignore[union-attr]
+
+    code, _, err = finish(start(*common, "--out", str(tmp_path / "ascii"), before=in_ascii))
+    assert (code, err, (tmp_path / "ascii" / "sample.txt").exists()) == (0, "", True)
+
+
+@pytest.mark.parametrize("streams", [">&-", ">&- 2>&-"])
+def test_closed_streams_are_no_error(streams: str) -> None:
+    command = f"{sys.executable} -m zeroshard --version {streams}"
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from types import FrameType, TracebackType
-from typing import Self
+from typing import IO, Self, cast
 
 import psutil
 import torch
@@ -45,7 +45,7 @@ from zeroshard.train.metrics import (
     TensorBoard,
     ValidationRecord,
 )
-from zeroshard.train.progress import Progress, bytes_table, sample_panel, si, tell
+from zeroshard.train.progress import Output, Progress, bytes_table, sample_panel, si, tell
 from zeroshard.train.ranks import Ranks, joined
 from zeroshard.train.release import release
 from zeroshard.train.resume import Found
@@ -114,7 +114,7 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
         UserError: on every rank, for a problem that the user can fix: options, files, folders.
     """
     with Requests() as requests, joined(config.parallel) as ranks:
-        console = Console(quiet=ranks.rank != 0)
+        console = Console(file=cast(IO[str], Output(sys.stdout)), quiet=ranks.rank != 0)
         ranks.first_does(lambda: expect_observers(config.run.observers))
         run, found = start_run(config, ranks, resume, occupied=occupied)
         first_step = 0 if found is None else found.step

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import IO, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -10,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from zeroshard.io.logger import LOGGER
 from zeroshard.train.metrics import StepRecord, ValidationRecord
 
 _BAR_WIDTH = 16
@@ -84,6 +86,34 @@ class Progress:
     def close(self) -> None:
         if self._live:
             self._live.stop()
+
+
+class Output:
+    """A stream that a run may lose: its reader ends (`| head`), or the disk of its file is full. One line on stderr
+    says so, and training goes on without it."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._call(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._call(self._stream.flush)
+
+    def _call(self, function: Callable[..., object], *arguments: str) -> None:
+        if self._is_lost:
+            return
+        try:
+            function(*arguments)
+        except OSError as error:
+            self._is_lost = True
+            LOGGER.warning("the output is lost: %s; training goes on, and Control-C stops and saves", error.strerror)
 
 
 class Smoothed:
