@@ -214,3 +214,30 @@ def test_one_queue_for_all_streams_is_warned_of(
     (told,) = run_ranks(run, 1)
     assert [bool(words) for words in told] == [False, False, True, False]
     assert "CUDA_DEVICE_MAX_CONNECTIONS is 1" in told[2]
+
+
+def test_processes_that_do_not_know_of_each_other_are_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """srun and mpirun without RANK: each process was a world of one, silently; torch's own init raises there."""
+
+    def run(rank: int) -> list[str]:
+        cases = ({}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4"},  # of a batch script, which is one process
+                 {"SLURM_STEP_NUM_TASKS": "4"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "2"})  # fmt: skip
+        told = []
+        for case in cases:
+            dist.destroy_process_group()
+            caplog.clear()
+            with monkeypatch.context() as patch:
+                for name in ("RANK", "WORLD_SIZE"):
+                    patch.delenv(name, raising=False)
+                for name, value in case.items():
+                    patch.setenv(name, value)
+                zeroshard.init()
+            told.append(" ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING"))
+        return told
+
+    (told,) = run_ranks(run, 1)
+    assert [words.partition(",")[0] for words in told] == [
+        "", "", "", "SLURM_STEP_NUM_TASKS is 4", "OMPI_COMM_WORLD_SIZE is 2", "PMI_SIZE is 2",
+    ]  # fmt: skip

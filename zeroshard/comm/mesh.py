@@ -90,12 +90,29 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         take_device(kind)
         options |= _for_nccl(timeout) if own == "nccl" else {}
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        warn_of_other_tasks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
     elif (store := _store_of_this_attempt()) is not None:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
         dist.init_process_group(backend, **options)
+
+
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where srun, and mpirun or mpiexec of Open MPI and MPICH, tell a process how many of them they have started."""
+
+
+def warn_of_other_tasks() -> None:
+    """Warn where these ranks are a world of their own, and a launcher that does not set RANK has started several."""
+    for name in _TASKS:
+        if os.environ.get(name, "1") not in ("0", "1"):
+            LOGGER.warning(
+                "%s is %s, and RANK and WORLD_SIZE are not set: each of these processes trains alone, on all of the "
+                "data. Start them with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+                name, os.environ[name],
+            )  # fmt: skip
+            return
 
 
 def _for_nccl(timeout: timedelta) -> dict[str, Any]:

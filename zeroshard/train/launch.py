@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from zeroshard.comm.mesh import warn_of_other_tasks
 from zeroshard.starting import INTERRUPTED
 from zeroshard.train.ranks import cores
 
@@ -63,6 +64,7 @@ def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     If a rank fails, all ranks are restarted, at most `max_restarts` times. The first SIGINT or SIGTERM is forwarded to
     the ranks, which stop after the current step; a second one kills them.
     """
+    warn_of_other_tasks()
     _quiet_elastic_logs()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
     pass_on = _PassOn()
