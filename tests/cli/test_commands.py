@@ -131,6 +131,7 @@ def test_errors_of_the_system_in_plain_words(tmp_path: Path) -> None:
         (lambda: (tmp_path / "folder").mkdir(), f"{tmp_path}/folder exists already"),
         (lambda: (tmp_path / "folder").read_text(), f"{tmp_path}/folder is a folder: expected a file"),
         (lambda: (tmp_path / "none").read_text(), f"there is no {tmp_path}/none"),
+        (lambda: (tmp_path / "none" / "a").write_text("x"), f"there is no {tmp_path}/none"),
     ):
         with pytest.raises(OSError) as caught:
             call()
@@ -184,7 +185,7 @@ def test_files_that_have_been_cut_off_are_told(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_writes_that_fail_are_no_damage(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4)}, source)
@@ -199,6 +200,12 @@ def test_writes_that_fail_are_no_damage(
         with monkeypatch.context() as patch:
             patch.setattr(call, _is_full)
             assert "step 1 was not saved: " in said(capsys, *command, code=2)
+    for kind in ("safetensors", "dcp"):
+        out = tmp_path / kind
+        with monkeypatch.context() as patch:
+            patch.setattr("zeroshard.checkpoint.files.write", _is_full)
+            text = said(capsys, "export", saved, out, "--format", kind, code=2)
+        assert f"error: {out}/" in text and text.endswith(": No space left on device\n") and not out.exists()
     if os.geteuid() or Path("/proc").is_dir():
         assert "there is no /proc/none" in said(capsys, "tokenizer", "/proc/none/t.json", "--data", __file__, code=2)
 

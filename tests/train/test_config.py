@@ -1,11 +1,13 @@
 """The configuration: refused values, the names in error messages, and round trips through a file."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from zeroshard.cli.main import _click_type
+from zeroshard.io.whole import write_whole
 from zeroshard.train.config import Config, ParallelConfig, UserError, check_divides, fields, resolve, with_values, write
 
 
@@ -104,6 +106,31 @@ def test_a_configuration_that_cannot_be_written_leaves_no_file(tmp_path: Path, m
     with pytest.raises(OSError, match="No space"):
         write(resolve([], {}), tmp_path / "config.toml")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page, a plan file or a tokenizer on a full disk was left in half, also where there had been a good one."""
+    path, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(path)
+    write_whole(link, "one")
+    assert link.is_symlink() and path.read_text() == "one"
+    with pytest.raises(OSError, match="No space"):
+        write_whole(Path("/dev/full"), "to a device it is written directly")
+    assert not Path("/dev/full").is_file()
+    reader, writer = os.pipe()
+    write_whole(Path(f"/dev/fd/{writer}"), "one")
+    assert os.read(reader, 10) == b"one"
+    os.close(reader), os.close(writer)
+
+    def fills_up(self: Path, text: str, encoding: str) -> None:
+        self.write_bytes(b"tw")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fills_up)
+    with pytest.raises(OSError, match=f"'{path}'"):
+        write_whole(path, "two")
+    assert path.read_bytes() == b"one" and {*tmp_path.iterdir()} == {path, link}
 
 
 def test_every_field_has_help() -> None:

@@ -8,6 +8,7 @@ from shlex import quote
 import click
 
 from zeroshard.cli.commands import Command
+from zeroshard.io.whole import write_whole
 
 
 @click.command(cls=Command)
@@ -36,5 +37,5 @@ def tokenizer(out: Path, data: str, column: str, vocabulary: int, force: bool) -
     except UserError as error:
         raise click.ClickException(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(made.to_str(pretty=True), encoding="utf-8")
+    write_whole(out, made.to_str(pretty=True))
     click.echo(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")

@@ -19,6 +19,7 @@ from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import FilePlan, Item, write_file
 from zeroshard.errors import AlreadyExists, InvalidValue
+from zeroshard.io.refused import naming
 from zeroshard.io.tensor_file import INDEX, SINGLE
 from zeroshard.layout.interval import Interval
 
@@ -102,6 +103,7 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
     Raises:
         FileExistsError: there are such files, and `force` is False.
     """
+    is_new = not out.is_dir()
     files.make_folders(out)
     old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
     if old and not force:
@@ -110,7 +112,8 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
     temporary = {name: out / f".{name}.tmp-{unique}" for name in work}
     try:
         for name, write in work.items():
-            write(temporary[name])
+            with naming(out / name):
+                write(temporary[name])
         for name in sorted(old, key=lambda name: name not in (INDEX, last)):
             if name not in work or (name == last and len(work) > 1):
                 files.remove_file(out / name)
@@ -121,6 +124,9 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
         for path in temporary.values():
             with suppress(FileNotFoundError):
                 files.remove_file(path)
+        if is_new:
+            with suppress(OSError):  # it has files
+                files.remove_empty_folder(out)
     return [out / name for name in work]
 
 

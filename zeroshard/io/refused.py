@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -18,7 +20,19 @@ def in_words(error: OSError) -> str:
         case IsADirectoryError():
             return f"{path} is a folder: expected a file"
         case FileNotFoundError():
-            return f"there is no {path}"
+            return f"there is no {path if path.parent.is_dir() else path.parent}"
         case PermissionError():
             return f"no permission to read or write {path}"
     return f"{path}: {error.strerror}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raises:
+    OSError: in place of one inside that names no file (a full disk), or a temporary one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # one of zeroshard
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -8,6 +8,7 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
+from zeroshard.io.whole import write_whole
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
@@ -66,7 +67,7 @@ class Report:
 
     def write(self, path: Path) -> Path:
         """Write the page. Returns `path`."""
-        path.write_text(self.html, encoding="utf-8")
+        write_whole(path, self.html)
         return path
 
     def write_pictures(self, folder: Path) -> list[Path]:
@@ -75,7 +76,7 @@ class Report:
         written = []
         for name, picture in self.pictures.items():
             path = folder / f"{name}.svg"
-            path.write_text(picture.file, encoding="utf-8")
+            write_whole(path, picture.file)
             written.append(path)
         return written
 

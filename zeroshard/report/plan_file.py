@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from zeroshard.errors import InvalidValue
+from zeroshard.io.whole import write_whole
 from zeroshard.report.facts import Facts
 
 KEY, VERSION = "zeroshard plan", 1
@@ -18,7 +19,7 @@ MOST = 1 << 63
 
 
 def write_plan(facts: Facts, path: Path) -> None:
-    path.write_text(json.dumps({KEY: VERSION, **asdict(facts)}) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps({KEY: VERSION, **asdict(facts)}) + "\n")
 
 
 def read_plan(path: Path) -> Facts:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from pydantic.fields import FieldInfo
 
 from zeroshard.errors import Error, InvalidValue
+from zeroshard.io.whole import write_whole
 from zeroshard.placement import as_plan
 from zeroshard.precision import NAMED, as_precision
 
@@ -225,12 +226,7 @@ def check_divides(config: Config) -> None:
 
 def write(config: Config, path: Path) -> None:
     """Save the resolved configuration, so that `resolve([path], {})` returns it again."""
-    partial = path.with_suffix(f".tmp-{os.getpid()}")
-    try:
-        partial.write_text(tomli_w.dumps(config.model_dump(exclude_none=True)), encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, tomli_w.dumps(config.model_dump(exclude_none=True)))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
