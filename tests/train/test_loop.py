@@ -526,6 +526,11 @@ def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp
         (tiny(shared_text, tmp_path / "x", evaluation__windows=1), None, "expected at least one for each rank"),
         (tiny(shared_text, tmp_path / "x", optimizer__loss_scale=2.0**30), None, "expected floor <= init <= max_scale"),
         (tiny(shared_text, tmp_path / "run" / "config.toml"), None, "config.toml is a file: expected a folder"),
+        (
+            tiny(shared_text, tmp_path / "x", run__timeline=99),
+            None,
+            "run.timeline = 99: expected a step of the run, at",
+        ),
         (tiny(shared_text, tmp_path / "x", run__observers="wnadb"), None, "there is no observer 'wnadb'"),
         (tiny(shared_text, damaged), damaged, "no good step in"),
     ]
