@@ -30,9 +30,10 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop
-from zeroshard.train.config import Config, ScheduleConfig, UserError, resolve
+from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.planned import configuration_of, language_of
+from zeroshard.train.ranks import joined
 from zeroshard.train.resume import Found, Position
 from zeroshard.train.run import learning_rate_factor
 from zeroshard.train.tokenizer import train_tokenizer
@@ -569,6 +570,21 @@ def test_a_save_that_fails_on_one_rank_is_known_to_all(shared_text: Path, tmp_pa
     assert found[0] == found[1]
     assert "No space left on device" in found[0]
     assert not steps(tmp_path / "run")
+
+
+def refused_by_the_system(rank: int, path: Path) -> str:
+    with joined(ParallelConfig(device="cpu")) as ranks:
+        try:
+            ranks.first_does(path.read_bytes)
+        except UserError as error:
+            return str(error)
+    return "no error"
+
+
+def test_what_the_system_refuses_is_told_in_words(tmp_path: Path) -> None:
+    """`--data` without rights gave "[Errno 13] Permission denied: ..."."""
+    found = run_ranks(refused_by_the_system, 2, tmp_path)
+    assert found == [f"{tmp_path} is a folder: expected a file"] * 2
 
 
 def test_learning_rate_warms_up_and_follows_a_cosine() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.comm import watch
 from zeroshard.comm.backends import take_device
+from zeroshard.io.refused import in_words
 from zeroshard.train.config import ParallelConfig, UserError
 
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class Ranks:
         try:
             result = action()
         except (UserError, OSError, zeroshard.CheckpointError) as error:
-            problem = str(error)
+            problem = in_words(error) if isinstance(error, OSError) else str(error)
         # all_gather_object has the timeout of the process group, and `action` (preparing a text, say) may take longer
         # than that on one rank. This wait goes on as long as the missing ranks send heartbeats.
         zeroshard.wait_for_all()
