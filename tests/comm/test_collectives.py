@@ -214,6 +214,31 @@ def test_several_collectives_under_way_do_not_mix() -> None:
     expect_same_logs(run_ranks(check, 3))
 
 
+@pytest.mark.by_gloo
+def test_what_garbage_collection_drops_waits_for_no_peer() -> None:
+    """It runs at another moment on each rank: here on rank 0, when the peer has not read what rank 0 gave."""
+
+    def check(rank: int) -> None:
+        collectives = Collectives(Mesh.of(None), CommLog())
+        assert collectives.shared is not None
+        memory = collectives.allocate(2 * 256 * 4, torch.device("cpu"))
+        full = memory.view(FP32)
+        full[rank * 256 : (rank + 1) * 256] = rank + 1.0
+        collectives.map_peers()
+        for _ in range(3):  # what was dropped does not mix with what comes later
+            pending = collectives.all_gather(full, unit="u", phase="forward", acknowledge=True)
+            if rank == 0:
+                pending.wait()
+                assert pending._acknowledgements
+                del pending
+            assert collectives.exchange_objects(rank) == [0, 1]
+            if rank == 1:
+                pending.release()
+            assert full.view(2, 256).eq(torch.tensor([[1.0], [2.0]])).all()
+
+    run_ranks(check, 2, collective_timeout=20)
+
+
 def test_objects_are_exchanged_in_rank_order() -> None:
     def check(rank: int) -> CommLog:
         collectives = Collectives(Mesh.of(None), CommLog())

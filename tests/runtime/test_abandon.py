@@ -103,9 +103,9 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
 
 
 @pytest.mark.by_gloo
-def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: without `abandon`, `close` and the end of the last reference wait for the gather until the
-    timeout."""
+def test_a_gather_under_way_is_waited_for_by_close_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: without `abandon`, `close` waits for the gather until the timeout. The end of the last
+    reference does not: garbage collection brings it at another moment on each rank."""
     arrive, given_up = Announcement.arrive, []
 
     def noted(self: Announcement) -> None:
@@ -143,8 +143,8 @@ def test_a_gather_under_way_is_waited_for_by_close_and_by_whoever_drops_it(monke
 
     monkeypatch.setattr(Announcement, "arrive", noted)
     by_close, by_drop, after_abandon = run_ranks(check, 2)[0]
-    assert ["timed out waiting" in text for text in by_close + by_drop] == [True, True]
-    assert after_abandon == []
+    assert ["timed out waiting" in text for text in by_close] == [True]
+    assert by_drop == after_abandon == []
 
 
 def test_what_becomes_of_the_values() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import struct
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from zeroshard.comm import watch
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.pipes import MOST_BYTES, PeerGone, Pipes
+from zeroshard.comm.pipes import MOST_BYTES, PeerGone, Pipes, is_by_pipe
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.shared_memory import NOWHERE, Location
 from zeroshard.errors import Error
@@ -169,6 +170,7 @@ class Messages:
         self._known: dict[int, str] = {}
         self._points_of_steps: set[str] = set()
         self._not_compared: dict[str, deque[Announcement]] = {}
+        self._kept: list[Any] = []
 
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
         """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
@@ -217,6 +219,10 @@ class Messages:
             f"{watch.where_is(peer)}. {state}. Every rank must run the same units in the same order. "
             "Calls like full_state_dict, unsharded, state_dict, save and load are collective: make them on every rank"
         )
+
+    def keep(self, works: Sequence[Any]) -> None:
+        """Keep works that nobody waits for: gloo needs their receives when the messages come."""
+        self._kept += [work for work in works if not is_by_pipe(work)]
 
     def failing(self, at: Wait | None = None) -> Failing:
         """A wait. `at`: what for, for the watch."""

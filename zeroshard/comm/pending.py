@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.messages import Announcement, Messages
+from zeroshard.comm.pipes import is_by_pipe
 from zeroshard.comm.positions import Wait
 
 
@@ -120,8 +121,14 @@ class Pending:
         # gloo: a message whose receive no longer exists blocks its connection for all later messages, whatever their
         # tag ("Timed out waiting ... for send operation to complete"). So a result is waited for even if nobody uses
         # it. But not after a failure: then the messages may never come.
-        if self._owner is not None and not self._owner.messages.failed:
-            announced = [] if self._announced is None else [self._announced.arrive]
-            for wait in [*announced, *(work.wait for work in (*self._works, *self._acknowledgements))]:
-                with suppress(RuntimeError):
-                    wait()
+        if self._owner is None or self._owner.messages.failed:
+            return
+        # Not for what comes through pipes, which keep its receive; and not until the peers have read what this rank
+        # gave: a peer says so when it waits for this exchange, or drops it. Garbage collection does that at another
+        # moment on each rank, and here it may run in the middle of a later exchange, for which that peer waits.
+        self._owner.messages.keep(self._acknowledgements)
+        announced = self._announced
+        waits = [] if announced is None or all(map(is_by_pipe, announced.works)) else [announced.arrive]
+        for wait in [*waits, *(work.wait for work in self._works if not is_by_pipe(work))]:
+            with suppress(RuntimeError):
+                wait()

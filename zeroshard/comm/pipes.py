@@ -99,6 +99,12 @@ class Receive:
         return self.data is not None
 
 
+def is_by_pipe(work: object) -> bool:
+    """Whether the message of this work comes or goes through a pipe. Nobody has to wait for such a work: a message that
+    has been sent is in the pipe, and a receive that is posted stays there until its message has come."""
+    return isinstance(work, (Sent, Receive))
+
+
 class Reentered(Error, RuntimeError):
     """Garbage collection has begun a wait inside of another operation on the same pipes. The message will be received
     all the same: its receive is posted."""
@@ -186,8 +192,8 @@ class _Locked:
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
-        # Garbage collection can run in the middle of any of these sections, and the `__del__` of a communication waits
-        # (`pending.py`). Read by it, a message would overtake the one that is being handed over.
+        # Garbage collection can run in the middle of any of these sections, and so can a wait in a `__del__`. Read by it,
+        # a message would overtake the one that is being handed over.
         if self.holder == thread:
             raise Reentered("a wait began while the same thread was reading from the pipes or writing to them")
         self._condition.acquire()
@@ -388,8 +394,8 @@ class Pipes:
             self._changed.wait(min(left, _SHORT) if writes else left)
             self._locked.holder = threading.get_ident()  # another thread had the lock
             return
-        # This thread may be here already, just before its poll: garbage collection can run the `__del__` of a
-        # communication that is waited for (`pending.py`). To wait for another thread to poll would be to wait forever.
+        # This thread may be here already, just before its poll: garbage collection can run a `__del__` that waits. To
+        # wait for another thread to poll would be to wait forever.
         before = self._polls
         try:
             self._polls = threading.get_ident()

@@ -344,8 +344,8 @@ class Engine(NotCopied):
             return
         self.life = self.life.after("abandon")
         # [Note: nobody waits for what was abandoned]
-        # A collective in flight waits for the peers when it is dropped (`Pending.__del__`), unless `failed` is set. The
-        # peers may not come any more, so set it before anything is dropped.
+        # A collective whose data gloo has to receive waits for the peers when it is dropped (`Pending.__del__`), unless
+        # `failed` is set. The peers may not come any more, so set it before anything is dropped.
         self.collectives.messages.failed = True
         self.background = None  # the write continues: the caller of save() has the object
         for unit in self.units:

@@ -269,7 +269,7 @@ class FlatBuffer:
 
     def abandon(self) -> None:
         """Drop the redistribution in progress, if any, and the values."""
-        # Dropping the `Pending` still waits for its messages, unless something has failed (`Pending.__del__`).
+        # What gloo has to receive is still waited for, unless something has failed (`Pending.__del__`).
         self._pending, self.is_arriving, self.placement = Pending(), False, None
 
     def release(self) -> None:

@@ -33,12 +33,10 @@ COLUMNS = 16381
 """Words in a row: prime, and so few that their sums stay in a core's cache."""
 _WORD = 8
 
-Mark = tuple[tuple[int, int], tuple[int, int], bytes]
-"""Of the complete rows, of the words behind them, and the bytes behind these."""
 
-
-def mark_of(values: Tensor) -> Mark | None:
-    """See [Note: marks]. None for values that are not on a CPU, or do not begin at a multiple of 8 bytes.
+def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
+    """See [Note: marks]: of the words, and the bytes behind the last of them. None for values that are not on a CPU, or
+    do not begin at a multiple of 8 bytes.
 
     Args:
         values: 1-D, contiguous, of a dtype of 8, 4, 2 or 1 bytes.
@@ -50,14 +48,17 @@ def mark_of(values: Tensor) -> Mark | None:
     in_rows = words.numel() // COLUMNS * COLUMNS
     with _LOCK:
         torch.sum(words[:in_rows].view(-1, COLUMNS), 0, out=_SUMS)
-        return _hash(_SUMS), _hash(words[in_rows:]), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+        _hash(_SUMS, _FOUND[:2])
+        _hash(words[in_rows:], _FOUND[2:])
+        return ctypes.string_at(_FOUND.data_ptr(), _FOUND.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
 
 
-def _hash(words: Tensor) -> tuple[int, int]:
+def _hash(words: Tensor, out: Tensor) -> None:
     """Of at most `COLUMNS` words: multilinear hashes of the words and of their upper halves. (With `_LOCK` held.)"""
     factors = _FACTORS[: words.numel()]
     upper = torch.bitwise_right_shift(words, 32, out=_UPPER[: words.numel()])
-    return int(torch.dot(words, factors)), int(torch.dot(upper, factors))
+    torch.dot(words, factors, out=out[0])
+    torch.dot(upper, factors, out=out[1])
 
 
 def _random_factors() -> Tensor:
@@ -67,15 +68,16 @@ def _random_factors() -> Tensor:
 
 with torch.inference_mode(False):
     _FACTORS, (_SUMS, _UPPER) = _random_factors(), torch.empty(2, COLUMNS, dtype=torch.int64, device="cpu")
+    _FOUND = torch.empty(4, dtype=torch.int64, device="cpu")
 _LOCK = Lock()
-"""Held while `_SUMS` and `_UPPER` are in use: models of several threads have the same ones."""
+"""Held while these are written to and read: models of several threads have the same ones."""
 
 
 class Marks:
     """The marks of what has been written, by interval."""
 
     def __init__(self) -> None:
-        self._marks: dict[Interval, tuple[int, Mark | None]] = {}
+        self._marks: dict[Interval, tuple[int, tuple[bytes, bytes] | None]] = {}
         self._times_forgotten = 0
 
     def forget(self) -> None:
