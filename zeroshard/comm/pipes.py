@@ -192,8 +192,8 @@ class _Locked:
 
     def __enter__(self) -> None:
         thread = threading.get_ident()
-        # Garbage collection can run in the middle of any of these sections, and so can a wait in a `__del__`. Read by it,
-        # a message would overtake the one that is being handed over.
+        # Garbage collection can run in the middle of any of these sections, and so can a wait in a `__del__`. A message
+        # that it reads would overtake the one that is being handed over.
         if self.holder == thread:
             raise Reentered("a wait began while the same thread was reading from the pipes or writing to them")
         self._condition.acquire()
