@@ -21,6 +21,7 @@ import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.timed_backend import TimedGroup, timed_ranks
 from zeroshard.comm import mesh as meshes
+from zeroshard.comm.mesh import launched
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -241,3 +242,17 @@ def test_processes_that_do_not_know_of_each_other_are_warned(
     assert [words.partition(",")[0] for words in told] == [
         "", "", "", "SLURM_STEP_NUM_TASKS is 4", "OMPI_COMM_WORLD_SIZE is 2", "PMI_SIZE is 2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["3 2 localhost 1", "x 2 localhost 1", "0 2  1", "0 2 localhost ", " 2 localhost 1"])
+def test_an_environment_that_is_none_of_a_rank_is_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), given.split(" "), strict=True):
+        monkeypatch.setenv(name, value)
+    rank, world_size, *_ = given.split(" ")
+    with pytest.raises(ValueError, match=f"of rank 0, found RANK={rank}, WORLD_SIZE={world_size}, MASTER_ADDR="):
+        launched()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (1, 2)
+    monkeypatch.delenv("RANK")
+    assert launched() is None

@@ -7,7 +7,6 @@ The trainer is imported for `train` alone (and for a plan of its model); the com
 from __future__ import annotations
 
 import difflib
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -246,13 +245,17 @@ def _continued(saved: Path, files: tuple[Path, ...], overrides: Mapping[str, Any
 
 def _number_of_ranks(config: Config, asked: int | None) -> int:
     """The launcher's number, else --nproc, else one per GPU or one."""
+    from zeroshard.comm.mesh import launched
     from zeroshard.train.config import UserError
-    from zeroshard.train.launch import under_launcher
     from zeroshard.train.ranks import sensible_nproc
 
-    if not under_launcher():
+    try:
+        given = launched()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if given is None:
         return sensible_nproc(config.parallel)
-    world_size = int(os.environ["WORLD_SIZE"])
+    _, world_size = given
     if asked is not None and asked != world_size:
         raise UserError(f"--nproc {asked}: the launcher has started {world_size} ranks; leave --nproc out")
     return world_size

@@ -65,7 +65,7 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         the process sees only one.
 
     Raises:
-        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device.
+        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; or as `launched`.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -89,14 +89,36 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         # GPU 0 on every rank.
         take_device(kind)
         options |= _for_nccl(timeout) if own == "nccl" else {}
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if (given := launched()) is None:
         warn_of_other_tasks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
     elif (store := _store_of_this_attempt()) is not None:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, world_size = given
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
         dist.init_process_group(backend, **options)
+
+
+def launched() -> tuple[int, int] | None:
+    """(rank, number of ranks) that a launcher has given to this process by its environment; None: there is no launcher.
+
+    Raises:
+        ValueError: what it has given is no such pair, or does not tell where rank 0 is.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+    except ValueError:
+        rank, world_size = 0, 0
+    if not (0 <= rank < world_size and all(given.values())):
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise InvalidValue(
+            f"the environment of a rank: expected a RANK below WORLD_SIZE, and the MASTER_ADDR and MASTER_PORT of rank 0, "
+            f"found {found}. Start with torchrun, or set all four; without a launcher unset RANK and WORLD_SIZE"
+        )
+    return rank, world_size
 
 
 _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
