@@ -115,8 +115,8 @@ def launched() -> tuple[int, int] | None:
     if not (0 <= rank < world_size and all(given.values())):
         found = ", ".join(f"{name}={value}" for name, value in given.items())
         raise InvalidValue(
-            f"the environment of a rank: expected a RANK below WORLD_SIZE, and the MASTER_ADDR and MASTER_PORT of rank 0, "
-            f"found {found}. Start with torchrun, or set all four; without a launcher unset RANK and WORLD_SIZE"
+            "the environment of a rank: expected a RANK below WORLD_SIZE, and the MASTER_ADDR and MASTER_PORT of rank "
+            f"0, found {found}. Start with torchrun, or set all four; without a launcher unset RANK and WORLD_SIZE"
         )
     return rank, world_size
 
