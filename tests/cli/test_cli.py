@@ -99,6 +99,10 @@ def test_torchrun_and_nproc_must_not_contradict(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(["train", "--parallel.device=cpu"]) == 2
+    assert "found RANK=0, WORLD_SIZE=4, MASTER_ADDR=, MASTER_PORT=. Start with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
     assert run(["train", "--nproc", "2", "--parallel.device=cpu"]) == 2
     assert "--nproc 2: the launcher has started 4 ranks; leave --nproc out" in capsys.readouterr().err
 
