@@ -92,8 +92,9 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     if (given := launched()) is None:
         warn_of_other_tasks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
-    elif (store := _store_of_this_attempt()) is not None:
-        rank, world_size = given
+        return
+    rank, world_size = given
+    if (store := _store_of_this_attempt(world_size)) is not None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     else:
         dist.init_process_group(backend, **options)
@@ -105,9 +106,9 @@ def launched() -> tuple[int, int] | None:
     Raises:
         ValueError: what it has given is no such pair, or does not tell where rank 0 is.
     """
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     try:
         rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
     except ValueError:
@@ -148,12 +149,12 @@ def _for_nccl(timeout: timedelta) -> dict[str, Any]:
     return {"pg_options": options, "device_id": torch.device("cuda", torch.cuda.current_device())}
 
 
-def _store_of_this_attempt() -> Store | None:
+def _store_of_this_attempt(world_size: int) -> Store | None:
     """The store for ranks that the elastic launcher has restarted, with a prefix per attempt: the launcher's store
     still holds the addresses of the ended processes (pytorch/pytorch#135712). None for the first attempt, and with
     several launchers: only with one launcher do all ranks have the same attempt number."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or not watch.has_one_launcher(int(os.environ["WORLD_SIZE"])):
+    if attempt == "0" or not watch.has_one_launcher(world_size):
         return None
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return PrefixStore(f"attempt-{attempt}", store)

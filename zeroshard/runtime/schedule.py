@@ -142,13 +142,14 @@ class Schedule(NotCopied):
     ) -> set[Visit]:
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
         hooked: set[Visit] = set()
-        graph = Graph()
+        graph = Graph()  # which the hooks keep alive
         for leaf in leaves:
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 hooked.update(made)
-                hook = partial(self._on_output_grad, made, graph)
-                leaf.register_hook(lambda grad, hook=hook: hook())  # type: ignore[no-untyped-call]
+                leaf.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad, made=made, graph=graph: self._on_output_grad(made)
+                )
         for visit in hooked:
             visit.graph = weakref.ref(graph)
         return hooked
@@ -160,7 +161,7 @@ class Schedule(NotCopied):
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def _on_output_grad(self, visits: Sequence[Visit], _: Graph) -> None:
+    def _on_output_grad(self, visits: Sequence[Visit]) -> None:
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
