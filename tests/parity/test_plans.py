@@ -165,7 +165,9 @@ def test_one_other_batch_on_one_rank_is_seen() -> None:
 def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the last rank's term first, plans still agree with each other, but not with the reference."""
 
-    def last_first(own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int) -> None:
+    def last_first(
+        own: Any, received: list[torch.Tensor], rank: int, total: Any, out: Any, divisor: int, *_: Any
+    ) -> None:
         *others, last = [*received[:rank], own, *received[rank:]]
         out.copy_(sum(reversed(others), start=last)).div_(divisor)
 

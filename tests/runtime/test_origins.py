@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.comm.messages import Read
 from zeroshard.testing import run_ranks
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")
@@ -151,3 +152,66 @@ def of_a_single_rank(rank: int) -> None:
 
 def test_a_single_rank_names_it_as_well() -> None:
     run_ranks(of_a_single_rank, 1)
+
+
+# Ranks that read each other's memory look at their terms only if a sum is not finite ----------------------------------
+
+ELEMENTS = ((0, 0), (0, -1), (1, -1), (2, 0), (2, -1))  # (layer, element of its weight): in the shards of all ranks
+
+
+def looks(rank: int, plan: str) -> tuple[list[str], list[list[bool]]]:
+    """The messages for one element that is infinite on one rank, or on two with opposite signs, and which units each
+    rank has looked at, in these steps and in a step with finite gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    messages, looked = [], []
+    for number, (layer, element) in enumerate([*ELEMENTS, (1, 7), (0, 0)]):
+        by = {number % 3: torch.inf} if number < len(ELEMENTS) else {0: torch.inf, 2: -torch.inf}
+        if number == len(ELEMENTS) + 1:
+            by = {}
+
+        def spoil(grad: Tensor, element: int = element, by: dict[int, float] = by) -> Tensor:
+            grad = grad.clone()
+            grad.view(-1)[element] += by.get(rank, 0.0)
+            return grad
+
+        with handle.unsharded():
+            hook = model[layer].weight.register_hook(spoil)
+        model(torch.ones(2, 64) * (rank + 1)).square().mean().backward()
+        looked.append([bool(look.norms) for look in handle.engine.reducer.origins._backwards[0]])
+        if not by:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="Nothing has been updated") as error:
+                optimizer.step()
+            messages.append(str(error.value))
+        hook.remove()
+        optimizer.zero_grad()
+    return messages, looked
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_ranks_look_at_a_unit_only_if_its_sum_is_not_finite(plan: str) -> None:
+    by_rank = run_ranks(looks, 3, plan)
+    for messages, looked in by_rank:
+        for number, (layer, _) in enumerate(ELEMENTS):
+            assert messages[number].count("on rank") == 1
+            assert f"{layer}.weight (micro-batch 0) on rank {number % 3}" in messages[number]
+            # Backward comes to the last layer first. A sum of one unit is not finite: nobody looks at the others.
+            assert looked[number] == [2 - layer == place for place in range(3)]
+        assert all(f"1.weight (micro-batch 0) on rank {rank}" in messages[-1] for rank in (0, 2))
+        assert "rank 1" not in messages[-1]
+        assert looked[-1] == [False] * 3
+    assert len(by_rank) == 3
+
+
+@pytest.mark.by_gloo
+def test_a_rank_that_is_not_told_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: if nobody heeds the doubts of a peer, only the rank that sums finds its own terms."""
+    monkeypatch.setattr(Read, "wait", lambda read: read.note.take())
+    messages, _ = run_ranks(looks, 3, "zero3")[0]
+    found = [f"on rank {number % 3}" in messages[number] for number in range(len(ELEMENTS))]
+    assert any(found) and not all(found)

@@ -184,6 +184,7 @@ class Collectives:
         over_shards = reduction if replicas.size == 1 else replace(reduction, divisor=1)
         sum_ = Sum(axis, moved, full, out, over_shards, "reduce_scatter", label(unit))
         at = self._begin("reduce_scatter", axis, f"reduce_scatter of unit {unit} ({phase})")
+        self.transport.look_at_terms(sum_)
         if axis.size > 1 and full.numel():
             itemsize = reduction.wire.itemsize
             num_bytes = moved.sent_to_reduce(axis.rank) * itemsize

@@ -7,7 +7,7 @@ import hashlib
 import struct
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -43,7 +43,7 @@ _TAGS = {
 
 _WORDS = struct.Struct("=6q")
 """An announcement: the location (4 words), a number of bytes, and what it is about."""
-_READ = b"\0"
+_READ, _IN_DOUBT = b"\0", b"\1"
 
 _ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
 
@@ -118,6 +118,40 @@ class Announcement:
     def has_arrived(self) -> bool:
         """Whether `arrive` returns at once. False where this is not known without waiting: works of gloo."""
         return all(getattr(work, "has_arrived", False) for work in self.works)
+
+
+class Doubts:
+    """What is not certain about the values that ranks read from each other: whether all are finite.
+
+    Attributes:
+        are_here: whether this rank has doubts.
+    """
+
+    def __init__(self, look: Callable[[], None] | None) -> None:
+        """`look`: looks at the values of this rank, once, if any rank has doubts."""
+        self._look = look
+        self.are_here = False
+
+    def __call__(self) -> None:
+        """This rank has doubts."""
+        self.are_here = True
+        self.look()
+
+    def look(self) -> None:
+        look, self._look = self._look, None
+        if look is not None:
+            look()
+
+
+class Read:
+    """The work of an acknowledgement, which may come with doubts."""
+
+    def __init__(self, note: Note, doubts: Doubts) -> None:
+        self.note, self._doubts = note, doubts
+
+    def wait(self) -> None:
+        if self.note.take() == _IN_DOUBT:
+            self._doubts.look()
 
 
 class OutOfOrder(Error, RuntimeError):
@@ -222,7 +256,7 @@ class Messages:
 
     def keep(self, works: Sequence[Any]) -> None:
         """Keep works that nobody waits for: gloo needs their receives when the messages come."""
-        self._kept += [work for work in works if not is_by_pipe(work)]
+        self._kept += [work for work in works if not is_by_pipe(work.note if isinstance(work, Read) else work)]
 
     def failing(self, at: Wait | None = None) -> Failing:
         """A wait. `at`: what for, for the watch."""
@@ -235,17 +269,19 @@ class Messages:
             self._number_of(about)
         self._points_of_steps.update(abouts if updates else ())
 
-    def acknowledge(self, axis: Axis, kind: str) -> list[Any]:
+    def acknowledge(self, axis: Axis, kind: str, doubts: Doubts | None = None) -> list[Any]:
         """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the
         peers have said the same. (Reductions are read at other moments on each rank, so their confirmations must not be
-        taken for those of gathers.)"""
-        tag = f"read {kind}"
-        works: list[Any] = [self._expect_note(axis, len(_READ), rank, tag) for rank in axis.peers]
+        taken for those of gathers.) `doubts`: of this rank, which are told; those of the peers are heard."""
+        tag, note = f"read {kind}", _IN_DOUBT if doubts is not None and doubts.are_here else _READ
+        works: list[Any] = [self._expect_note(axis, len(note), rank, tag) for rank in axis.peers]
+        if doubts is not None:
+            works = [Read(work, doubts) for work in works]
         for rank in axis.peers:
             # A peer may end right after its last step, while this rank still reads. It does not need to be told then;
             # where this rank needs anything else of it, the wait for that raises.
             with suppress(PeerGone):
-                works.append(self._send_note(axis, _READ, rank, tag))
+                works.append(self._send_note(axis, note, rank, tag))
         return works
 
     def _send_note(self, axis: Axis, note: bytes, rank: int, kind: str) -> Any:

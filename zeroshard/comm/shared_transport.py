@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zeroshard.comm.common import Common
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.messages import Announcement
+from zeroshard.comm.messages import Announcement, Doubts
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.pipes import Connecting, connected
@@ -127,14 +127,19 @@ class SharedTransport(Transport):
             return self._otherwise.reduce(sum_)
         axis, full = sum_.axis, sum_.full
         announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes, location)
+        doubts = Doubts(sum_.reduction.look) if self.tells_of_doubts(sum_) else None
 
         def sum_from_peers() -> Sequence[Any]:
             own = sum_.portions.of_shard[axis.rank]
             of_peers = [parts(self._peer(announced, rank, full), own) for rank in axis.peers]
-            sum_.take(of_peers, sum_.totals_in(sum_.reduction.scratch) if sum_.is_in_place else sum_.places)
-            return self.messages.acknowledge(axis, sum_.kind)  # See [Note: who may write to shared memory]
+            sum_.take(of_peers, sum_.totals_in(sum_.reduction.scratch) if sum_.is_in_place else sum_.places, doubts)
+            return self.messages.acknowledge(axis, sum_.kind, doubts)  # See [Note: who may write to shared memory]
 
         return Pending(self, (), sum_from_peers, announced)
+
+    def tells_of_doubts(self, sum_: Sum) -> bool:
+        # The rank that sums says so when it acknowledges. In place, its sum overwrites its own terms.
+        return not (sum_.is_cast or sum_.is_in_place) and self.memory.locate(sum_.full) is not None
 
     def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
         """The memory that a rank of the axis has announced. Callers must only read it."""

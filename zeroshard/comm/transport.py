@@ -63,12 +63,15 @@ class Reduction:
         wire: the dtype in which terms are sent. Sums are taken in the wider of it and the terms' own dtype.
         divisor: divides the sum after it has been rounded to the terms' dtype.
         of_replicas: uint8, the scratch of the sum over replicas that follows; None: `scratch`.
+        look: looks at this rank's terms, as long as they are here, for the origin of a sum that is not finite. Called
+            before the sum, or only if some rank's sum may not be finite (`Transport.tells_of_doubts`).
     """
 
     scratch: Tensor
     wire: torch.dtype
     divisor: int = 1
     of_replicas: Tensor | None = None
+    look: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,20 @@ class Sum:
         """Where the sums of the own portions go, in `out`."""
         return parts(self.out, self.portions.inside(self.axis.rank))
 
-    def take(self, of_peers: Sequence[Sequence[Tensor]], totals: Sequence[Tensor]) -> None:
+    def take(
+        self, of_peers: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], doubt: Callable[[], None] | None = None
+    ) -> None:
         """Sum each of the own portions in rank order, divide, and write the result to `out`.
 
         Args:
             of_peers: the terms of each peer, in rank order.
             totals: for each portion, memory for the running sum (see `sum_in_rank_order`).
+            doubt: called if the result may not be finite.
         """
         # See [Note: sums in rank order] in `pairwise_transport.py`.
         for number, (place, total) in enumerate(zip(self.places, totals, strict=True)):
             terms = [of_peer[number] for of_peer in of_peers]
-            sum_in_rank_order(self.own[number], terms, self.axis.rank, total, place, self.reduction.divisor)
+            sum_in_rank_order(self.own[number], terms, self.axis.rank, total, place, self.reduction.divisor, doubt)
 
     def put(self, sums: Sequence[Tensor]) -> None:
         """For sums that the backend has taken: divide the sums of the own portions, and write them to `out`."""
@@ -187,6 +193,15 @@ class Transport(ABC):
     @abstractmethod
     def reduce(self, sum_: Sum) -> Pending:
         """Start a sum. Nothing may write to the terms until the result has been waited for."""
+
+    def look_at_terms(self, sum_: Sum) -> None:
+        """Look at this rank's terms before a sum (`Reduction.look`), unless `reduce` does so where it has to."""
+        if sum_.reduction.look is not None and not self.tells_of_doubts(sum_):
+            sum_.reduction.look()
+
+    def tells_of_doubts(self, sum_: Sum) -> bool:
+        """Whether each rank learns that the sum may not be finite, while it still has its terms."""
+        return False
 
     @abstractmethod
     def all_to_all(

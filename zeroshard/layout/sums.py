@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -15,12 +16,21 @@ CACHED_NUMEL = 1 << 16
 
 
 def sum_in_rank_order(
-    own: Tensor, received: list[Tensor], rank: int, total: Tensor, out: Tensor, divisor: int = 1
+    own: Tensor,
+    received: list[Tensor],
+    rank: int,
+    total: Tensor,
+    out: Tensor,
+    divisor: int = 1,
+    doubt: Callable[[], None] | None = None,
 ) -> None:
     """out = (((g0 + g1) + g2) + ...) / divisor, with the own term g[rank] at its place; `out` may be `own`.
 
-    `total`: memory for the running sum, in the wider of the two dtypes. It may be `received[0]` (always one of the
-    first two terms), `out` if that is not `own`, or scratch of `CACHED_NUMEL` elements (on a GPU: of all elements).
+    Args:
+        total: memory for the running sum, in the wider of the two dtypes. It may be `received[0]` (always one of the
+            first two terms), `out` if that is not `own`, or scratch of `CACHED_NUMEL` elements (on a GPU: of all
+            elements).
+        doubt: on a CPU: called if a part of `out` does not add up to a finite number, so that a term may not be finite.
     """
     terms = [*received[:rank], own, *received[rank:]]
     at_a_time = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
@@ -31,6 +41,10 @@ def sum_in_rank_order(
             so_far = add(so_far, term, out=running[: result.numel()])
         add(so_far, others[-1], out=result)
         divide(result, divisor)
+        if doubt is not None:
+            wide = torch.promote_types(result.dtype, torch.float32)  # many 16-bit numbers overflow
+            if not math.isfinite(result.sum(dtype=wide).item()):
+                doubt()
 
 
 def divide(tensor: Tensor, divisor: int) -> None:

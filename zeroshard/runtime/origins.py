@@ -1,11 +1,15 @@
 """Finds the origin of a gradient that is not finite: which parameter, on which rank, in which micro-batch.
 
-A sum over ranks does not show which rank's term was not finite. So each rank takes the norm of each of its own
-gradients before a unit is reduced, and after a backward that reduces nothing. The norms stay on the device, and are
-read only if a step finds a gradient that is not finite.
+A sum over ranks does not show which rank's term was not finite. So each rank looks at its own terms while it has them:
+it takes the norm of each gradient. Where the ranks that sum read their peers' memory, they say whether the sum is
+finite, and a rank looks only if one is not (`Reduction.look`). Elsewhere it looks before each reduction, and after a
+backward that reduces nothing. The norms stay on the device, and are read only if a step finds a gradient that is not
+finite.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,24 +38,31 @@ class Look:
             self.norms = list(torch._foreach_norm([views[index] for index in self._slots], 2, dtype=wide))
         self._slots = []
 
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose norm is not finite. None is if the norms have not been taken."""
+        finite = torch.isfinite(torch.stack(self.norms)).tolist() if self.norms else [True] * len(self.names)
+        return [name for name, fine in zip(self.names, finite, strict=True) if not fine]
+
 
 class Origins:
-    """Norms of the gradients that this rank has accumulated since the last step, in the order of backward."""
+    """The gradients that this rank has accumulated since the last step, in the order of backward."""
 
     def __init__(self, num_ranks: int) -> None:
         self._is_alone = num_ranks == 1
         self._backwards: list[list[Look]] = [[]]
         self._version: object = None  # of the gradients, at the end of the last backward
 
-    def look(self, unit: Unit, grads: Gradients) -> None:
-        """Take the norms of the current backward's gradients of a unit, or, on a single rank, remember to do so. (Slots
-        lie in the order of backward.)"""
+    def remember(self, unit: Unit, grads: Gradients) -> Callable[[], None] | None:
+        """Remember the current backward's gradients of a unit. (Slots lie in the order of backward.) Returns what takes
+        their norms: to be called before the bucket changes, if they may not be finite. None: there are none, or there
+        is one rank only, whose bucket keeps them until `take`."""
         slots = unit.layout.slots
-        if fresh := sorted((grads.ready - grads.stale) & unit.layout.filled):
-            look = Look([slots[index].name for index in fresh], grads, fresh)
-            self._backwards[-1].append(look)
-            if not self._is_alone:
-                look.take()
+        fresh = sorted((grads.ready - grads.stale) & unit.layout.filled)
+        if not fresh:
+            return None
+        look = Look([slots[index].name for index in fresh], grads, fresh)
+        self._backwards[-1].append(look)
+        return None if self._is_alone else look.take
 
     @property
     def has_ended_backward(self) -> bool:
@@ -64,10 +75,11 @@ class Origins:
         self._version = version
 
     def take(self, version: object) -> None:
-        """Take the norms that have not been taken yet: a backward is about to add to the gradients, or somebody asks.
-        If the user has changed gradients since the last backward, nothing is known about it."""
-        for look in self._backwards[-2] if len(self._backwards) > 1 and version == self._version else ():
-            look.take()
+        """On a single rank, take the norms that have not been taken yet: a backward is about to add to the gradients,
+        or somebody asks. If the user has changed gradients since the last backward, nothing is known about it."""
+        if self._is_alone and self.has_ended_backward and version == self._version:
+            for look in self._backwards[-2]:
+                look.take()
 
     def clear(self) -> None:
         """The gradients have been used, or discarded."""
@@ -78,10 +90,9 @@ class Origins:
         finite. Later micro-batches may contain what was reduced before, so the ranks with the earliest micro-batch are
         the origin."""
         for micro_batch, looks in enumerate(self._backwards):
-            names = [name for look in looks if look.norms for name in look.names]
-            values = [value for look in looks for value in look.norms]
-            finite = torch.isfinite(torch.stack(values)).tolist() if values else []
-            bad = [name for name, fine in zip(names, finite, strict=True) if not fine and name in among]
+            known = [look for look in looks if look.norms or not self._is_alone]
+            names = [name for look in known for name in look.names]
+            bad = [name for look in known for name in look.not_finite() if name in among]
             if bad and len(bad) == len(names) > 1:
                 return micro_batch, (
                     f"all of them, {bad[0]} first (micro-batch {micro_batch}; the loss, or what forward had computed, "

@@ -273,7 +273,8 @@ class Reducer:
         for index, unit in enumerate(self.order):
             if unit in self.local:
                 self._take_all(unit)
-                self._look(unit)
+                if (look := self._origin_of(unit)) is not None:
+                    look()  # the next backward adds to these gradients
             elif index >= self._cursor:
                 self._launch(unit)
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
@@ -360,10 +361,10 @@ class Reducer:
             if unit.parameters[index].grad is not None:
                 self._take(unit, index, grads)
 
-    def _look(self, unit: Unit) -> None:
+    def _origin_of(self, unit: Unit) -> Callable[[], None] | None:
+        """See `Origins.remember`."""
         grads = self.grads[unit]
-        if grads.state is GradState.PARTIAL:
-            self.origins.look(unit, grads)
+        return self.origins.remember(unit, grads) if grads.state is GradState.PARTIAL else None
 
     @phase("reduce", of_unit=True)
     def _launch(self, unit: Unit) -> None:
@@ -371,10 +372,10 @@ class Reducer:
         self._take_all(unit)
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
-        self._look(unit)
+        look = self._origin_of(unit)
         # Before `start`, which may wait for an earlier reduction: a follower of a join must have the order by then.
         self.collectives.give_order("reduce", unit.name)
-        self._reductions.start(unit, grads)
+        self._reductions.start(unit, grads, look)
 
     def _open(self, unit: Unit, grads: Gradients) -> None:
         if unit not in self.local:

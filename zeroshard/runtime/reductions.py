@@ -20,7 +20,7 @@ matter: those have another group, or are told apart by their messages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
 import torch
 
@@ -118,8 +118,8 @@ class Reductions:
         # Where exchanges follow, they follow the order in which reductions finish here: so all of them take turns.
         return unit not in self._without_scratch or bool(self._not_over)
 
-    def start(self, unit: Unit, grads: Gradients) -> None:
-        """Start to reduce the gradients of an opened unit. Collective."""
+    def start(self, unit: Unit, grads: Gradients, look: Callable[[], None] | None = None) -> None:
+        """Start to reduce the gradients of an opened unit. Collective. `look`: see `Reduction`."""
         if grads.is_of_all:
             grads.keep()
             return
@@ -134,7 +134,7 @@ class Reductions:
         # In turns, so that what is held does not depend on how early reductions finish.
         scratch = self._free_scratch.popleft() if needs_scratch else None
         room = self._empty if scratch is None else scratch.storage
-        grads.reduce(self._collectives, room, self._of_replicas.storage)
+        grads.reduce(self._collectives, room, self._of_replicas.storage, look)
         self._arriving.append((unit, grads, scratch))
         if grads.goes_on:
             self._not_over.append((unit, grads))

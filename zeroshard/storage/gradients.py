@@ -19,7 +19,7 @@ bucket their values are undefined.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -157,9 +157,15 @@ class Gradients:
         buffer = self.buffer
         return self.state is GradState.REDUCED and buffer.borrows and buffer.full is None and not buffer.is_guest
 
-    def reduce(self, collectives: Collectives, scratch: Tensor, of_replicas: Tensor | None = None) -> None:
+    def reduce(
+        self,
+        collectives: Collectives,
+        scratch: Tensor,
+        of_replicas: Tensor | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> None:
         """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective. `scratch`,
-        `of_replicas`: see `Reduction`."""
+        `of_replicas`, `look`: see `Reduction`."""
         self._expect((GradState.PARTIAL,), "reduce")
         self._fill_with_zeros()
         self.buffer.hold()
@@ -177,7 +183,7 @@ class Gradients:
             unit=self._unit,
             phase="backward",
             portions=self._portions,
-            reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas),
+            reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas, look),
             acknowledge=True,
         )
 
