@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -502,7 +503,11 @@ def refused(rank: int, config: Config, resume: Path | None = None) -> str:
     return "not refused"
 
 
-def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+def test_refusals_are_the_same_on_every_rank(
+    plain: Path, shared_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they leave no folder: a tracker that was not installed was refused beside the `config.toml` of a run."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
     copy_until(3, plain, tmp_path / "run")
     damaged = copy_until(5, plain, tmp_path / "damaged")
     for step in steps(damaged).values():
@@ -533,6 +538,7 @@ def test_refusals_are_the_same_on_every_rank(plain: Path, shared_text: Path, tmp
             "run.timeline = 99: expected a step of the run, at",
         ),
         (tiny(shared_text, tmp_path / "x", run__observers="wnadb"), None, "there is no observer 'wnadb'"),
+        (tiny(shared_text, tmp_path / "x", run__observers="wandb"), None, "wandb is not installed: pip install"),
         (tiny(shared_text, damaged), damaged, "no good step in"),
     ]
     for config, resume, message in cases:

@@ -98,7 +98,7 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
     for name in BUILT_IN:
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(UserError, match=rf"{name} is not installed: pip install 'zeroshard\[{name}\]'"):
-            attach(name, info(tmp_path))
+            expect_observers(name)
 
 
 def test_the_entry_points_are_those_of_the_project() -> None:

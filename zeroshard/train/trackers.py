@@ -10,6 +10,7 @@ A package offers one in its `pyproject.toml`:
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 import uuid
@@ -58,7 +59,7 @@ def expect_observers(names: str) -> None:
     """Check `run.observers` before there is a run.
 
     Raises:
-        UserError: a name is unknown, or leads nowhere.
+        UserError: a name is unknown or leads nowhere, or its package is missing.
     """
     for name in _listed(names):
         with _starting(name):
@@ -80,11 +81,22 @@ def _starting(name: str) -> Iterator[None]:
 
 def _factory(name: str) -> Callable[[RunInfo], Observer]:
     known = {**BUILT_IN, **{entry.name: entry.value for entry in entry_points(group=GROUP)}}
-    module, _, attribute = known.get(name, name).partition(":")
+    value = known.get(name, name)
+    module, _, attribute = value.partition(":")
     if not attribute:
         raise UserError(f"run.observers: there is no observer {name!r}: expected {', '.join(known)} or module:factory")
+    for package, built_in in BUILT_IN.items():
+        if value == built_in:  # it imports its package when it starts, and then the run's folder has been made
+            _expect_installed(package)
     factory: Callable[[RunInfo], Observer] = named(module, attribute)
     return factory
+
+
+def _expect_installed(package: str) -> None:
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(f"run.observers: {package} is not installed: pip install 'zeroshard[{package}]'") from error
 
 
 class _Guarded:
@@ -115,21 +127,13 @@ class _Guarded:
             LOGGER.warning("run.observers: %s gets no more records: %s: %s", self._name, type(error).__name__, error)
 
 
-@contextmanager
-def _needing(package: str) -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise UserError(f"run.observers: {package} is not installed: pip install 'zeroshard[{package}]'") from error
-
-
 class WandB:
     """A run of Weights & Biases, which a resumed session continues. Its own environment variables (WANDB_MODE=offline,
     WANDB_PROJECT, ...) hold."""
 
     def __init__(self, about: RunInfo) -> None:
-        with _needing("wandb"):
-            import wandb
+        import wandb
+
         self._run = wandb.init(
             id=_kept_id(about.folder / "wandb-id", lambda: uuid.uuid4().hex[:8]),
             resume="allow",
@@ -152,9 +156,9 @@ class MLflow:
     """A run of MLflow, which a resumed session continues. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME hold."""
 
     def __init__(self, about: RunInfo) -> None:
-        with _needing("mlflow"):
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
         self._client, self._metric = MlflowClient(), Metric
         kept = about.folder / "mlflow-id"
         is_new = not kept.exists()
