@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -343,19 +344,28 @@ def test_a_wrong_value_in_a_config_of_transformers_is_one_line(
         assert message in said(capfd, "plan", path, code=2)
 
 
-class Gone(io.StringIO):
+class Broken(io.StringIO):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
     def write(self, text: str, /) -> int:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        raise OSError(self.number, os.strerror(self.number))
 
 
-def test_a_reader_that_reads_no_further_is_no_error(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [(errno.EPIPE, 141, ""), (errno.ENOSPC, 2, "zeroshard: error: No space left on device\n")],
+)
+def test_output_that_nobody_takes_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int, code: int, message: str
 ) -> None:
-    """`zeroshard plan ... | head -1` printed "error: Broken pipe"."""
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", Gone())
-        assert run(["plan", NET]) == 141
-    assert capsys.readouterr().err == ""
+    """`zeroshard plan ... | head -1` printed "error: Broken pipe", and `zeroshard --help > /dev/full` a traceback."""
+    for arguments in (["plan", NET], ["--help"], [], ["--version"], ["plan", "--help"], ["train", "--help"]):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", Broken(number))
+            assert run(arguments) == code, arguments
+        assert capsys.readouterr().err == message, arguments
 
 
 def test_a_model_without_anything_to_differentiate_is_named() -> None:

@@ -3,7 +3,8 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,37 @@ class Damaged(click.ClickException):
     """A checkpoint, or a file to be imported as one, is damaged; exit code 1."""
 
 
-class Command(click.Command):
+@contextmanager
+def _refusals_of_the_system() -> Iterator[None]:
+    """Reports a failed read or write in one line; a reader that is gone needs none."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise click.exceptions.Exit(READER_GONE) from error
+    except OSError as error:
+        raise click.ClickException(in_words(error)) from error
+
+
+class Helpful(click.Command):
+    """A command whose help, which is printed while its arguments are read, may meet a full disk or lose its reader."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
+        with _refusals_of_the_system():
+            return super().make_context(*arguments, **options)
+
+
+class Command(Helpful):
     """A command that reports a damaged checkpoint, a failed read or write and a bad argument in one line."""
 
     def invoke(self, context: click.Context) -> Any:
         begun()
         try:
-            with quiet():
+            with quiet(), _refusals_of_the_system():
                 return super().invoke(context)
         except NotWritten as error:
             raise click.ClickException(str(error)) from error
         except CheckpointError as error:
             raise Damaged(str(error)) from error
-        except BrokenPipeError:
-            return READER_GONE
-        except OSError as error:
-            raise click.ClickException(in_words(error)) from error
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 

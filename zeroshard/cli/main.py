@@ -16,7 +16,7 @@ import click
 
 import zeroshard
 from zeroshard.checkpoint.folders import steps, without_manifest
-from zeroshard.cli.commands import COMMANDS, Damaged, printable
+from zeroshard.cli.commands import COMMANDS, Damaged, Helpful, printable
 from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
 from zeroshard.cli.tokenizer import tokenizer
@@ -90,7 +90,11 @@ def _refuse(problem: str, arguments: list[str]) -> int:
     return BAD_INPUT
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+class _Commands(Helpful, click.Group):
+    """`zeroshard` itself."""
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(zeroshard.__version__)
 def main() -> None:
     """Sharded data-parallel training for PyTorch."""
@@ -119,7 +123,7 @@ def _click_type(info: FieldInfo) -> click.ParamType[Any] | type:
     return kind
 
 
-class _Train(click.Command):
+class _Train(Helpful):
     """A command with an option `--section.name` for every field of the configuration, besides its own options, and
     with the short names in `SHORT`. The fields are added when the command runs, so that others need no pydantic.
 
