@@ -1,5 +1,6 @@
 """`python -m zeroshard` and the `zeroshard` command."""
 
+import codecs
 import contextlib
 import io
 import os
@@ -35,12 +36,22 @@ def main() -> None:
 
 def _make_streams_usable() -> None:
     """Output goes nowhere where the caller has closed a stream (`>&-`); otherwise a file that the command opens would
-    get its number. What the encoding of a terminal or a locale lacks is escaped, as Python does on stderr."""
+    get its number."""
+    codecs.register_error("zeroshard", _as_bytes_or_escaped)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  open until the process ends
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="zeroshard")
+
+
+def _as_bytes_or_escaped(error: UnicodeError) -> tuple[bytes, int]:
+    """What the encoding of a terminal or a locale lacks: the bytes of a file's name as they are, so that the name can
+    be used, and all else escaped."""
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start]
+    way = "surrogateescape" if "\udc80" <= lacking <= "\udcff" else "backslashreplace"
+    return lacking.encode("ascii", way), error.start + 1
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 import zeroshard
 from tests.cli.test_commands import said
 from tests.kit import Block, Net
+from zeroshard.__main__ import _make_streams_usable
 from zeroshard.cli.main import run
 from zeroshard.cli.models import _loss_of
 from zeroshard.planning import Configuration
@@ -366,6 +367,28 @@ def test_output_that_nobody_takes_is_no_traceback(
             patched.setattr(sys, "stdout", Broken(number))
             assert run(arguments) == code, arguments
         assert capsys.readouterr().err == message, arguments
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_that_are_no_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """`zeroshard report` of such a run wrote no page, and a path came out with "?" in an ASCII locale."""
+    pytest.importorskip("pydantic")
+    folder = tmp_path / os.fsdecode(b"\xfc")
+    folder.mkdir()
+    (folder / "run.toml").write_text("[model]\nlayers = 2\nwidth = 64\n")
+    taken = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", taken)
+        _make_streams_usable()
+        assert run(["plan", str(folder / "run.toml"), "--save", str(folder / "plan.json")]) == 0
+        before = taken.tell()
+        assert run(["report", str(folder / "plan.json")]) == 0
+        print("\u2713 \ud800", file=taken, flush=True)
+    taken.seek(before)
+    lines = taken.buffer.read().splitlines()  # type: ignore[attr-defined]
+    check = "\u2713".encode() if encoding == "utf-8" else b"\\u2713"
+    assert lines == [os.fsencode(folder / "plan.html"), check + b" \\ud800"]
+    assert "\ufffd/run.toml: zeroshard report</title>" in (folder / "plan.html").read_text(encoding="utf-8")
 
 
 def test_a_model_without_anything_to_differentiate_is_named() -> None:

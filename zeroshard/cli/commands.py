@@ -79,6 +79,11 @@ class Size(click.ParamType[int]):
         return int(float(match[1]) * _UNITS[match[2]])
 
 
+def say(text: str = "") -> None:
+    """Print a line at once. Not `click.echo`: in an ASCII locale it writes "?" for the bytes of a file's name."""
+    print(text, flush=True)
+
+
 def printable(text: object) -> str:
     """`text` with escaped control characters: names in a checkpoint may come from anybody, and could contain escape
     sequences that the terminal would carry out."""
@@ -137,7 +142,7 @@ def inspect(path: Path, step: int | None, tensors: bool, as_json: bool) -> None:
     with Reader(find(path, step)) as reader:
         found = summary(reader, tensors=tensors)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     else:
         _print(found)
 
@@ -188,8 +193,8 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    click.echo(printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"))
-    click.echo(printable(f"written by {versions}; manifest {found['digest']}"))
+    say(printable(f"{found['path']}: step {found['step']}, id {found['id']}, of {found['world_size']} ranks"))
+    say(printable(f"written by {versions}; manifest {found['digest']}"))
     table(("file", "bytes"), [(file["name"], file["bytes"]) for file in found["files"]])
     rows = [(row["kind"], row["dtype"], row["tensors"], row["bytes"]) for row in found["kinds"]]
     table(("kind", "dtype", "tensors", "bytes"), rows)
@@ -207,9 +212,9 @@ def _print(found: dict[str, Any]) -> None:
     if groups:
         table(("optimizer", "class", "parameters", "lr", "weight decay"), groups)
     for alias, name in found["tied"].items():
-        click.echo(printable(f"tied: {alias} is {name}"))
+        say(printable(f"tied: {alias} is {name}"))
     if found["extra"]:
-        click.echo(printable(f"extra: {', '.join(found['extra'])}"))
+        say(printable(f"extra: {', '.join(found['extra'])}"))
     if "tensors" in found:
         rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
         table(("tensor", "dtype", "shape", "chunks"), rows)
@@ -220,10 +225,10 @@ def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     numbers = [bool(rows) and isinstance(value, (int, float)) for value in (rows[0] if rows else columns)]
-    click.echo()
+    say()
     for row in cells:
         aligned = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers, strict=True))
-        click.echo("  ".join(aligned).rstrip())
+        say("  ".join(aligned).rstrip())
 
 
 # verify, prune --------------------------------------------------------------------------------------------------------
@@ -243,12 +248,12 @@ def verify(path: Path, step: int | None, every: bool) -> None:
         try:
             manifest = checkpoint.verify(folder)
             num_bytes = sum(file.num_bytes for file in manifest.files)
-            click.echo(f"{folder}: whole; {len(manifest.tensors)} tensors, {num_bytes:,} bytes")
+            say(f"{folder}: whole; {len(manifest.tensors)} tensors, {num_bytes:,} bytes")
         except CheckpointError as error:
             damaged.append(folder.name)
             if not every:
                 raise
-            click.echo(printable(f"{folder}: damaged; {error}"))
+            say(printable(f"{folder}: damaged; {error}"))
     if damaged:
         raise Damaged(f"{path}: {len(damaged)} damaged: {', '.join(damaged)}")
 
@@ -283,7 +288,7 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
         raise click.ClickException(f"{directory} holds no checkpoint")
     work = folders.to_prune if dry_run else folders.prune
     gone = work(directory, keep_last=keep_last, keep_every=keep_every)
-    click.echo(f"{'would remove' if dry_run else 'removed'} {', '.join(map(folders.step_name, gone)) or 'nothing'}")
+    say(f"{'would remove' if dry_run else 'removed'} {', '.join(map(folders.step_name, gone)) or 'nothing'}")
 
 
 # Exchange -------------------------------------------------------------------------------------------------------------
@@ -321,7 +326,7 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
         keys = {"model_key": model_key, "optimizer_key": optimizer_key}
         files = exchange.export_dcp(folder, out, optimizer=not no_optimizer, dtype=cast, force=force, **keys)
     for file in files:
-        click.echo(f"{file}: {file.stat().st_size:,} bytes")
+        say(f"{file}: {file.stat().st_size:,} bytes")
 
 
 @click.command("import", cls=Command)
@@ -361,10 +366,10 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
         done = exchange.import_model(source, directory, step=step, force=force, follow_links=follow_links)
     with Reader(done.path) as reader:
         kinds = Counter(name.split("/")[0] for name in reader.manifest.tensors)
-    click.echo(printable(f"{done.path}: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"))
+    say(f"{done.path}: {printable(', '.join(f'{count} {kind}' for kind, count in kinds.items()))}")
     if done.left_out:
         more = f" and {len(done.left_out) - 10} more" if len(done.left_out) > 10 else ""
-        click.echo(printable(f"left out: {', '.join(done.left_out[:10])}{more}"))
+        say(printable(f"left out: {', '.join(done.left_out[:10])}{more}"))
 
 
 COMMANDS = (inspect, verify, export, import_, prune)

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
-from zeroshard.cli.commands import table
+from zeroshard.cli.commands import say, table
 from zeroshard.cli.runs import saved_bytes, saved_run
 from zeroshard.planning import Forecast
 from zeroshard.planning import plan as plan_one
@@ -31,12 +29,12 @@ def compare(folder: Path, *, as_json: bool) -> None:
     rows = list(_rows(forecast, last, run.step))
     if as_json:
         found = [{"what": name, "planned": planned, "measured": measured} for name, planned, measured in rows]
-        click.echo(json.dumps({"step": last["step"], "of_rank_0": found}, indent=2))
+        say(json.dumps({"step": last["step"], "of_rank_0": found}, indent=2))
         return
-    click.echo(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.place.ranks} ranks")
+    say(f"{folder}, step {last['step']}: {parallel.plan}, {parallel.precision}, {run.place.ranks} ranks")
     table(("of rank 0", "planned", "measured", "difference"), [(n, *map(in_units, (p, m, m - p))) for n, p, m in rows])
     if run.place.device == "cpu":
-        click.echo("The process has Python and its libraries, too, which are not planned: some 300 to 500 MB.")
+        say("The process has Python and its libraries, too, which are not planned: some 300 to 500 MB.")
 
 
 def _rows(forecast: Forecast, record: Mapping[str, Any], step: Path | None) -> list[tuple[str, int, int]]:

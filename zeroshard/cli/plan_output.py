@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import click
-
-from zeroshard.cli.commands import table
+from zeroshard.cli.commands import say, table
 from zeroshard.planning import Candidate, Forecast, Hint
 from zeroshard.planning.in_words import in_units
 
@@ -43,14 +41,14 @@ def show(
         said = [_as_json(one, machine, each_unit) for one in forecasts]
         for found, one in zip(said, forecasts, strict=True):
             found["hints"] = [vars(hint) | {"text": str(hint)} for hint in _hints(one, machine)]
-        click.echo(json.dumps(said, indent=2))
+        say(json.dumps(said, indent=2))
         return
     first = forecasts[0]
-    click.echo(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
+    say(f"{first.num_parameters:,} parameters; bytes on rank {first.configuration.rank}, {_what(first)}")
     columns = (*_TABLE, *_BYTES, *(_WITH_ACTIVATIONS if first.trace else ()))
     table(columns, [(*_named(forecast), *map(in_units, _sizes(forecast))) for forecast in forecasts])
     if beyond := _beyond(forecasts):
-        click.echo(f"\nat most: in a step; {beyond}")
+        say(f"\nat most: in a step; {beyond}")
     if rank is None:
         _show_fullest(forecasts)
     if first.trace is not None and modules:
@@ -67,11 +65,11 @@ def show(
         _show_phases(forecast)
     for forecast in forecasts:
         for hint in _hints(forecast, machine):
-            click.echo(f"\nhint: {_in_words(forecast)}: {hint}: --replicas {hint.replicas}")
+            say(f"\nhint: {_in_words(forecast)}: {hint}: --replicas {hint.replicas}")
 
 
 def _show_phases(forecast: Forecast) -> None:
-    click.echo("\n" + " ".join(map(str, _named(forecast)[:4])))
+    say("\n" + " ".join(map(str, _named(forecast)[:4])))
     kinds = list(vars(forecast.at_rest))
     rows = [
         (
@@ -82,10 +80,10 @@ def _show_phases(forecast: Forecast) -> None:
         for name, phase in forecast.phases.items()
     ]
     table(("phase", *kinds, "copies", "together"), rows)
-    click.echo("init: of a model that is on the device in full; built on the meta device, it has no copies")
+    say("init: of a model that is on the device in full; built on the meta device, it has no copies")
     state = ", ".join(f"{key} {in_units(num_bytes)}" for key, num_bytes in forecast.state.items()) or "none"
     padding = f"{in_units(forecast.padding)}, of all ranks {in_units(forecast.padding_of_all)}"
-    click.echo(f"state: {state}; padding: {padding}; largest message: {in_units(forecast.largest_message)}")
+    say(f"state: {state}; padding: {padding}; largest message: {in_units(forecast.largest_message)}")
 
 
 def _beyond(forecasts: list[Forecast], budget: int | None = None) -> str:
@@ -120,7 +118,7 @@ def _units_of(forecast: Forecast) -> Iterator[tuple[str, int, int, int, str]]:
 
 
 def _show_times(forecasts: list[Forecast], machine: str) -> None:
-    click.echo(f"seconds of a step on {machine}, by a model; nothing was measured")
+    say(f"seconds of a step on {machine}, by a model; nothing was measured")
     table((*_TABLE, *_TIMES), [(*_named(forecast), *_seconds(forecast, machine)) for forecast in forecasts])
 
 
@@ -140,15 +138,15 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
             _as_json(one.forecast, machine) | {"fits": one.fits, "spare": one.spare, "reason": one.reason}
             for one in candidates
         ]
-        click.echo(json.dumps(said, indent=2))
+        say(json.dumps(said, indent=2))
         return 0 if fitting else 1
     what = _what(candidates[0].forecast)
-    click.echo(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
+    say(f"{len(fitting)} of {len(candidates)} fit into {in_units(budget)} on each rank, {what}")
     if not fitting:
         nearest = others[0].forecast
         run = f"{'units recomputed, ' * bool(_recomputes(nearest))}micro-batches: {nearest.configuration.micro_batches}"
         run += f", reduced {_reduced(nearest)}" * bool(_reduced(nearest))
-        click.echo(f"the nearest is {_in_words(nearest)}, {run}: {others[0].reason}")
+        say(f"the nearest is {_in_words(nearest)}, {run}: {others[0].reason}")
     if fitting:
         rows = [
             (
@@ -162,9 +160,9 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
         times = () if machine is None else _TIMES
         table((*_TABLE, *_RUN, "at most", "spare", "sent a step", "largest message", *times), rows)
         if beyond := _beyond([candidate.forecast for candidate in fitting], budget):
-            click.echo(f"\nthey fit in a step; {beyond}")
+            say(f"\nthey fit in a step; {beyond}")
         if machine is not None:
-            click.echo(f"\nseconds of a step on {machine}, by a model; nothing was measured")
+            say(f"\nseconds of a step on {machine}, by a model; nothing was measured")
     if others:
         rows = [(*_named(c.forecast), *_run(c.forecast), c.reason) for c in others]
         table((*_TABLE, *_RUN, "why it does not fit"), rows)
@@ -210,7 +208,7 @@ def _show_fullest(forecasts: list[Forecast]) -> None:
 
     others = [forecast.fullest for forecast in forecasts if sizes(forecast.fullest) != sizes(forecast)]
     for number, one in enumerate(others):
-        click.echo("\n" * (not number) + f"{_in_words(one)}: rank {one.configuration.rank} holds most, {sizes(one)}")
+        say("\n" * (not number) + f"{_in_words(one)}: rank {one.configuration.rank} holds most, {sizes(one)}")
 
 
 def _what(forecast: Forecast) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zeroshard.cli.commands import Command, Size
+from zeroshard.cli.commands import Command, Size, say
 from zeroshard.cli.runs import saved_run
 from zeroshard.errors import InvalidValue
 from zeroshard.report import PAGE, Report, read_plan
@@ -41,6 +41,6 @@ def report(source: Path, out: Path | None, folder: Path | None, budget: int | No
     last = max(planned.num_shards for planned in shown) - 1
     if first_rank > last:
         raise InvalidValue(f"--first-rank must be from 0 to {last}, found {first_rank}")
-    click.echo(str(page.write(out)))
+    say(str(page.write(out)))
     for path in page.write_pictures(folder) if folder is not None else ():
-        click.echo(str(path))
+        say(str(path))

@@ -7,7 +7,7 @@ from shlex import quote
 
 import click
 
-from zeroshard.cli.commands import Command
+from zeroshard.cli.commands import Command, say
 from zeroshard.io.whole import write_whole
 
 
@@ -38,4 +38,4 @@ def tokenizer(out: Path, data: str, column: str, vocabulary: int, force: bool) -
         raise click.ClickException(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, made.to_str(pretty=True))
-    click.echo(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")
+    say(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")

@@ -32,7 +32,8 @@ def shown(value: object) -> str:
 
 
 def escaped(text: object) -> str:
-    return html.escape(str(text))
+    """`text` inside of a page. Pages are UTF-8, whatever the locale: a file's name is read again from its bytes."""
+    return html.escape(str(text).encode(errors="surrogateescape").decode(errors="replace"))
 
 
 def rect(x: float, y: float, width: float, height: float, class_: str, **attributes: object) -> str:
