@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
 from zeroshard.checkpoint import newest_good
+from zeroshard.cli.commands import table
 from zeroshard.cli.main import run
 from zeroshard.errors import AlreadyExists
 from zeroshard.io.refused import in_words
@@ -237,6 +239,35 @@ def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert same_bits({k: v for k, v in first.items() if k.startswith("model/")}, second)
     (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04cposix\nsystem\n.")
     assert "names 'posix.system'" in said(capsys, *command, "--allow-pickle", "--force", code=1)
+
+
+def test_a_narrow_terminal_breaks_no_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    rows = [
+        ("zero3", 1_000_000, "12.3 GB", "too much"),
+        ("a name that is long", 2, "4 GB", "a reason in several words"),
+    ]
+    table(("plan", "elements", "in all", "why"), rows)
+    assert capsys.readouterr().out.splitlines() == [
+        "",
+        "plan         elements  in all",
+        "zero3       1,000,000  12.3 GB",
+        "a name              2  4 GB",
+        "that is",
+        "long",
+        "",
+        "plan        why",
+        "zero3       too much",
+        "a name      a reason in",
+        "that is     several words",
+        "long",
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    table(("plan", "elements", "in all", "why"), rows)
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_names_do_not_reach_the_terminal_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

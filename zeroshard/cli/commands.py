@@ -2,9 +2,13 @@
 
 import json
 import re
+import shutil
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +225,33 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    """Print an empty line, the column names and the rows; numbers are aligned right."""
+    """Print an empty line, the column names and the rows; numbers are aligned right. A terminal that is too narrow
+    would break the lines inside of numbers: there the columns come as several tables, each with the first one, and a
+    text that is wider than its column goes on in the next line."""
     cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
     numbers = [bool(rows) and isinstance(value, (int, float)) for value in (rows[0] if rows else columns)]
-    say()
-    for row in cells:
-        aligned = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers, strict=True))
-        say("  ".join(aligned).rstrip())
+    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
+    screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths) + 2 * len(widths)
+    first = min(widths[0], max(screen // 3, screen - 2 - max(widths[1:], default=-2)))
+    widths = [first, *(max(1, min(width, screen - 2 - first)) for width in widths[1:])]
+    for shown in _beside_each_other(widths, screen):
+        say()
+        for row in cells:
+            for line in zip_longest(*(textwrap.wrap(row[i], widths[i]) for i in shown), fillvalue=""):
+                aligned = (
+                    c.rjust(widths[i]) if numbers[i] else c.ljust(widths[i]) for i, c in zip(shown, line, strict=True)
+                )
+                say("  ".join(aligned).rstrip())
+
+
+def _beside_each_other(widths: list[int], screen: int) -> list[list[int]]:
+    """The columns of each table on a screen of that width, by number; the first column is in all of them."""
+    tables = [[0]]
+    for column in range(1, len(widths)):
+        if len(tables[-1]) > 1 and sum(widths[other] + 2 for other in tables[-1]) + widths[column] > screen:
+            tables.append([0])
+        tables[-1].append(column)
+    return tables
 
 
 # verify, prune --------------------------------------------------------------------------------------------------------

@@ -384,4 +384,4 @@ def show_model(run: Run, console: Console) -> None:
         console.print(sample_panel(text))
         run.ranks.first_does(lambda: path.write_text(text, encoding="utf-8"))
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
-    console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory()))
+    console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory(), console.width))

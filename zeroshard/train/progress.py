@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -201,15 +201,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Mapping[str, int]) -> Table:
-    """Bytes of rank 0 by kind, in all and per parameter of the whole model: planned, and measured after the run."""
-    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)  # 80 columns are enough
-    table.add_column("rank 0 holds", no_wrap=True)
-    for heading in ("bytes per\nparameter\nplanned", "measured", "bytes\nplanned", "measured"):
-        table.add_column(heading, justify="right", no_wrap=True)
+def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Mapping[str, int], screen: int) -> Group:
+    """Bytes of rank 0 by kind, in all and per parameter of the whole model: planned, and measured after the run. On a
+    screen of less than 80 columns, in which it could cut numbers, this is two tables."""
+    rows: list[tuple[str, int, int, bool]] = []
 
     def add(name: str, plan: int, found: int, *, last: bool = False) -> None:
-        table.add_row(name, f"{plan / numel:.3f}", f"{found / numel:.3f}", f"{plan:,}", f"{found:,}", end_section=last)
+        rows.append((name, plan, found, last))
 
     kinds = [*PERSISTENT, *(kind for kind in {**planned, **measured} if kind not in PERSISTENT)]
     for kind in PERSISTENT:
@@ -218,6 +216,24 @@ def bytes_table(title: str, numel: int, planned: Mapping[str, int], measured: Ma
     for kind in kinds[len(PERSISTENT) :]:
         add(f"{kind}, transient", planned.get(kind, 0), measured.get(kind, 0), last=kind == kinds[-1])
     add("total", sum(planned.values()), sum(measured.values()))
+    columns: list[tuple[str, Callable[[int], str]]] = [
+        ("bytes per\nparameter\n", lambda num_bytes: f"{num_bytes / numel:.3f}"),
+        ("bytes\n", lambda num_bytes: f"{num_bytes:,}"),
+    ]
+    return Group(*(_table(title, rows, part) for part in ([columns] if screen >= 80 else ([one] for one in columns))))
+
+
+def _table(
+    title: str, rows: Sequence[tuple[str, int, int, bool]], columns: Sequence[tuple[str, Callable[[int], str]]]
+) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+    table.add_column("rank 0 holds", overflow="fold")  # a name goes on in the next line before a number is cut
+    for heading, _ in columns:
+        table.add_column(f"{heading}planned", justify="right", no_wrap=True)
+        table.add_column("measured", justify="right", no_wrap=True)
+    for name, plan, found, last in rows:
+        numbers = (in_words(number) for _, in_words in columns for number in (plan, found))
+        table.add_row(name, *numbers, end_section=last)
     return table
 
 
