@@ -233,8 +233,10 @@ def test_the_trainers_model_and_one_of_transformers(tmp_path: Path, capsys: pyte
     pytest.importorskip("pydantic")
     path = tmp_path / "run.toml"
     path.write_text("[model]\nlayers = 2\nwidth = 64\n[batch]\nmicro_batches = 2\n")
-    (found,) = json.loads(said(capsys, "plan", path, "--plan", "zero3", "--json"))
-    assert (found["units"], found["micro_batches"]) == (3, 2)
+    (tmp_path / "config.toml").write_text(path.read_text())
+    for named in (path, tmp_path):  # a file of any name, and the folder of a run
+        (found,) = json.loads(said(capsys, "plan", named, "--plan", "zero3", "--json"))
+        assert (found["units"], found["micro_batches"]) == (3, 2)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -268,12 +270,17 @@ def test_one_line_for_each_mistake(
 ) -> None:
     (tmp_path / "bad.toml").write_text("[model]\nlayer = 2\n")
     (tmp_path / "bad.json").write_text("{}")
+    for name in ("a run", "a bad run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a bad run" / "config.toml").write_text("[model]\nlayers = 'x'")
     (tmp_path / "a_script.py").write_text("import sys\nsys.exit()\n")
     (tmp_path / "exits.py").write_text("def inputs(*_):\n    raise SystemExit(2)\n")
     (tmp_path / "fails.py").write_text("raise OSError('no\\nnetwork')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for arguments, message in (
         (["nothing"], "expected the configuration of a run"),
+        ([tmp_path / "a run"], "a run: expected config.toml, of a run, or config.json, of transformers, found neither"),
+        ([tmp_path / "a bad run"], "a bad run/config.toml: model.layers = 'x': expected a valid integer"),
         (["no.such:module"], "cannot be imported"),
         (["a_script:Net"], "a_script:Net: cannot be imported: it called sys.exit(): what only a script does"),
         (

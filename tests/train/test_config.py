@@ -52,6 +52,23 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, text: str, message: s
     with pytest.raises(UserError, match=message) as caught:
         resolved(tmp_path, text)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/config.toml")
+
+
+def test_the_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[model]\nlayers = 0\n[run]\nseed = 1")
+    (tmp_path / "b.toml").write_text("[run]\nseed = 2")
+    (tmp_path / "c.toml").write_text("[model]\nwidth = 128\nheads = 5")
+    for names, overrides, expected in (
+        ("ab", {}, "a.toml: model.layers = 0: "),
+        ("b", {"model.layers": 0}, "model.layers = 0: "),
+        ("ab", {"model.layers": 0}, "model.layers = 0: "),
+        ("bc", {}, "c.toml: model: width 128"),
+        ("bc", {"model.heads": 3}, "model: width 128"),
+    ):
+        with pytest.raises(UserError) as caught:
+            resolve([tmp_path / f"{name}.toml" for name in names], overrides)
+        assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(expected)
 
 
 @pytest.mark.parametrize(

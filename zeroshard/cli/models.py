@@ -56,8 +56,8 @@ def describe(text: str, inputs: str | None = None) -> Described:
     """Build the model that `text` names, on the meta device.
 
     Args:
-        text: a TOML file of the trainer, a `config.json` of transformers or the folder that contains one, or
-            `module:factory`, a function without arguments that builds the model.
+        text: a TOML file of the trainer or the folder of a run, a `config.json` of transformers or the folder that
+            contains one, or `module:factory`, a function without arguments that builds the model.
         inputs: for `module:factory`: `module:function`, called with the number of sequences and the tokens of each,
             which returns the inputs of the model: a tensor, a tuple or a dict.
 
@@ -66,7 +66,7 @@ def describe(text: str, inputs: str | None = None) -> Described:
     """
     path = Path(text)
     if path.is_dir():
-        path /= "config.json"
+        path = _in_folder(path)
     if inputs is not None and path.suffix in (".toml", ".json"):
         raise InvalidValue(f"--inputs is for a model of module:factory; the inputs of {path} are known: leave it out")
     if path.suffix == ".toml":
@@ -76,9 +76,16 @@ def describe(text: str, inputs: str | None = None) -> Described:
     if ":" in text:
         return Described(_built_by(text), workload=None if inputs is None else _workload_of(inputs))
     raise InvalidValue(
-        f"{text}: expected the configuration of a run (.toml), a transformers config (config.json, or its folder) or "
-        "module:factory"
+        f"{text}: expected the configuration of a run (.toml, or the run's folder), a transformers config "
+        "(config.json, or its folder) or module:factory"
     )
+
+
+def _in_folder(folder: Path) -> Path:
+    for file in (folder / "config.json", folder / "config.toml"):
+        if file.exists():
+            return file
+    raise InvalidValue(f"{folder}: expected config.toml, of a run, or config.json, of transformers, found neither")
 
 
 def configuration_file(path: Path) -> Config:

@@ -82,9 +82,9 @@ class _List(click.ParamType[list[Any]]):
 def plan(context: click.Context, /, model: str | None, run: Path | None, **options: Any) -> int:
     """Show what each rank will hold, send and write.
 
-    MODEL is the configuration of a run (.toml), a transformers config (config.json, or its folder) or module:factory.
-    Nothing is allocated, and no process group is needed. With --batch activations and inputs are included. The exit
-    code is 1 if nothing fits (--fit).
+    MODEL is the configuration of a run (.toml, or the run's folder), a transformers config (config.json, or its folder)
+    or module:factory. Nothing is allocated, and no process group is needed. With --batch activations and inputs are
+    included. The exit code is 1 if nothing fits (--fit).
     """
     _expect_an_effect(context)
     if run is not None:

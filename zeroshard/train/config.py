@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from zeroshard.errors import Error, InvalidValue
 from zeroshard.io.whole import write_whole
@@ -184,19 +185,25 @@ def value_of(config: Config, key: str) -> Any:
 def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:
     """The defaults, then each TOML file in turn, then `overrides` ("section.name" -> typed value).
 
-    Raises `UserError` naming the key, the value and what was expected; for an unknown key, the nearest known one.
+    Raises `UserError` naming the file, the key, the value and what was expected; for an unknown key, the nearest known
+    one.
     """
     values: dict[str, Any] = {}
+    origins: dict[str, Path] = {}  # "section" and "section.name" -> the file that it comes from
     for path in files:
         for section, content in _read_toml(path).items():
+            origins[section] = path
             if isinstance(content, dict) and isinstance(values.setdefault(section, {}), dict):
                 values[section].update(content)
+                origins |= {f"{section}.{name}": path for name in content}
             else:
                 values[section] = content
     for key, value in overrides.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
-    return _checked(values)
+        for one in (key, section):  # a section as a whole is then the command line's, too
+            origins.pop(one, None)
+    return _checked(values, origins)
 
 
 def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -204,11 +211,14 @@ def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
     return _checked({name: {**dict(section), **sections.get(name, {})} for name, section in config})
 
 
-def _checked(values: Mapping[str, Any]) -> Config:
+def _checked(values: Mapping[str, Any], origins: Mapping[str, Path] | None = None) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise UserError(_explain(error)) from None
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        file = (origins or {}).get(key)
+        raise UserError(f"{'' if file is None else f'{file}: '}{_explain(key, first)}") from None
 
 
 def check_divides(config: Config) -> None:
@@ -238,18 +248,16 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not TOML: {error}") from None
 
 
-def _explain(error: ValidationError) -> str:
-    """The first error as one line."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"])
-    match first["type"]:
+def _explain(key: str, error: ErrorDetails) -> str:
+    """An error as one line."""
+    match error["type"]:
         case "extra_forbidden":
             return f"unknown configuration key '{key}'{_did_you_mean(key)}"
         case "model_type":
-            return f"{key} = {first['input']!r}: expected a section, [{key}]"
+            return f"{key} = {error['input']!r}: expected a section, [{key}]"
         case "value_error":
-            return f"{key}: {first['msg'].removeprefix('Value error, ')}"
-    return f"{key} = {first['input']!r}: {first['msg'].replace('Input should be', 'expected')}"
+            return f"{key}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{key} = {error['input']!r}: {error['msg'].replace('Input should be', 'expected')}"
 
 
 def _did_you_mean(key: str) -> str:
