@@ -198,16 +198,28 @@ def test_writes_that_fail_are_no_damage(
     with monkeypatch.context() as patch:
         patch.setattr("zeroshard.checkpoint.files.free_bytes", lambda folder: 0)
         assert "has 0 bytes free" in said(capsys, *command, code=2)
+    assert not (tmp_path / "run").exists()
     for call in ("zeroshard.checkpoint.commit.write_with_index", "zeroshard.checkpoint.files.write_new"):
         with monkeypatch.context() as patch:
             patch.setattr(call, _is_full)
             assert "step 1 was not saved: " in said(capsys, *command, code=2)
+    assert not (tmp_path / "run").exists()
     for kind in ("safetensors", "dcp"):
-        out = tmp_path / kind
+        out = tmp_path / "new" / kind
         with monkeypatch.context() as patch:
             patch.setattr("zeroshard.checkpoint.files.write", _is_full)
             text = said(capsys, "export", saved, out, "--format", kind, code=2)
-        assert f"error: {out}/" in text and text.endswith(": No space left on device\n") and not out.exists()
+        assert f"error: {out}/" in text and text.endswith(": No space left on device\n")
+        assert not out.parent.exists()
+    made = tmp_path / "made" / "t.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroshard.cli.tokenizer.write_whole", _is_full)
+        said(capsys, "tokenizer", made, "--data", __file__, "--vocabulary", 257, code=2)
+    said(capsys, "plan", "tests.kit:Net", "--save", tmp_path / "plan.json")
+    with monkeypatch.context() as patch:
+        patch.setattr("zeroshard.report.page.write_together", _is_full)
+        said(capsys, "report", tmp_path / "plan.json", "--svg", made.parent, code=2)
+    assert not made.parent.exists()
     if os.geteuid() or Path("/proc").is_dir():
         assert "there is no /proc/none" in said(capsys, "tokenizer", "/proc/none/t.json", "--data", __file__, code=2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from zeroshard.cli.main import _click_type
-from zeroshard.io.whole import write_whole
+from zeroshard.io.whole import write_together, write_whole
 from zeroshard.train.config import Config, ParallelConfig, UserError, check_divides, fields, resolve, with_values, write
 
 
@@ -142,11 +142,14 @@ def test_a_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.Mo
 
     def fills_up(self: Path, text: str, encoding: str) -> None:
         self.write_bytes(b"tw")
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if text == "two":
+            raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", fills_up)
     with pytest.raises(OSError, match=f"'{path}'"):
         write_whole(path, "two")
+    with pytest.raises(OSError, match=f"'{path}'"):  # and of several files none
+        write_together({tmp_path / "another": "one", path: "two"})
     assert path.read_bytes() == b"one" and {*tmp_path.iterdir()} == {path, link}
 
 

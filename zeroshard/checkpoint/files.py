@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.io.tensor_file import fill as fill
@@ -74,6 +76,21 @@ def make_folders(path: Path) -> None:
         make_folders(path.parent)
         make_folder(path)
         sync_folder(path.parent)
+
+
+@contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """A block that fills a folder, which is made with missing parents. If the block raises, those of them that are
+    empty are removed again."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    try:
+        make_folders(folder)
+        yield
+    except BaseException:
+        for one in missing:
+            with suppress(OSError):  # it has files
+                remove_empty_folder(one)
+        raise
 
 
 def sync_folder(path: Path) -> None:

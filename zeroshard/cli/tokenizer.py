@@ -7,6 +7,7 @@ from shlex import quote
 
 import click
 
+from zeroshard.checkpoint import files
 from zeroshard.cli.commands import Command, say
 from zeroshard.io.whole import write_whole
 
@@ -33,9 +34,9 @@ def tokenizer(out: Path, data: str, column: str, vocabulary: int, force: bool) -
         raise click.ClickException(f"{out} exists already (--force replaces it)")
     try:
         texts = texts_of(DataConfig(path=data, column=column))
-        made = train_tokenizer((document.content for document in texts()), vocabulary)
+        found = train_tokenizer((document.content for document in texts()), vocabulary)
     except UserError as error:
         raise click.ClickException(str(error)) from error
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, made.to_str(pretty=True))
-    say(f"{out}: {made.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")
+    with files.made(out.parent):
+        write_whole(out, found.to_str(pretty=True))
+    say(f"{out}: {found.get_vocab_size():,} tokens; zeroshard train --data.tokenizer {quote(str(out))}")

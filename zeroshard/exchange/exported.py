@@ -103,8 +103,11 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
     Raises:
         FileExistsError: there are such files, and `force` is False.
     """
-    is_new = not out.is_dir()
-    files.make_folders(out)
+    with files.made(out):
+        return _placed(out, work, stale, force=force)
+
+
+def _placed(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:
     old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
     if old and not force:
         raise AlreadyExists(f"{out} holds {old[0]} already (--force replaces it)")
@@ -124,9 +127,6 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
         for path in temporary.values():
             with suppress(FileNotFoundError):
                 files.remove_file(path)
-        if is_new:
-            with suppress(OSError):  # it has files
-                files.remove_empty_folder(out)
     return [out / name for name in work]
 
 

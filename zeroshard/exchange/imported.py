@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zeroshard.checkpoint import folders
+from zeroshard.checkpoint import files, folders
 from zeroshard.checkpoint.commit import Job, file_metadata, open_folder, sizes_of, temporary_folder, versions
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting
@@ -320,6 +320,7 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
     unique = folders.new_id()
     plan = FilePlan.of(items, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())
-    lock = open_folder(directory, base, [sizes_of(plan, 0)])
-    Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()
+    with files.made(directory):
+        lock = open_folder(directory, base, [sizes_of(plan, 0)])
+        Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()
     return directory / folders.step_name(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from zeroshard.io.refused import naming
@@ -10,14 +11,24 @@ from zeroshard.io.refused import naming
 
 def write_whole(path: Path, text: str) -> None:
     """Write a text file. If that fails, what was there before stays, and the error names the file."""
-    if path.exists() and not path.is_file():  # a pipe or a device, which is not replaced; a folder raises
-        path.write_text(text, encoding="utf-8")
-        return
-    target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    write_together({path: text})
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """Write several text files, all of them or none. An error names the file that could not be written."""
+    partial: dict[Path, Path] = {}
     try:
-        with naming(path):
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, target)
+        for path, text in texts.items():
+            with naming(path):
+                if path.exists() and not path.is_file():  # a pipe or a device, which is not replaced; a folder raises
+                    path.write_text(text, encoding="utf-8")
+                    continue
+                target = Path(os.path.realpath(path))
+                partial[path] = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+                partial[path].write_text(text, encoding="utf-8")
+        for path, written in partial.items():
+            with naming(path):
+                os.replace(written, os.path.realpath(path))
     finally:
-        partial.unlink(missing_ok=True)
+        for written in partial.values():
+            written.unlink(missing_ok=True)

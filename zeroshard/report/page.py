@@ -8,7 +8,8 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 
-from zeroshard.io.whole import write_whole
+from zeroshard.checkpoint.files import made
+from zeroshard.io.whole import write_together, write_whole
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
@@ -72,13 +73,10 @@ class Report:
 
     def write_pictures(self, folder: Path) -> list[Path]:
         """Write each picture as an SVG file of its own into `folder`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, picture in self.pictures.items():
-            path = folder / f"{name}.svg"
-            write_whole(path, picture.file)
-            written.append(path)
-        return written
+        pictures = {folder / f"{name}.svg": picture.file for name, picture in self.pictures.items()}
+        with made(folder):
+            write_together(pictures)
+        return [*pictures]
 
     @property
     def _detailed(self) -> tuple[Planned, ...]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
+from zeroshard.checkpoint import files
 from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.planner import OptimizerNeeds, Topology, Training
@@ -238,10 +239,10 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
         same = f"continue it with --resume {quote(str(folder))}, or choose another --out"
         raise UserError(f"{folder} already holds a run: {same}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(config, folder / "config.toml")
-        if config.model.config:
-            keep_config(folder, Path(config.model.config))
+        with files.made(folder):
+            write(config, folder / "config.toml")
+            if config.model.config:
+                keep_config(folder, Path(config.model.config))
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {in_words(error)}") from None
     return folder
