@@ -213,12 +213,14 @@ def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused(rank: int) ->
         def step(self, closure: Any = None) -> None:
             raise ArithmeticError("always")
 
-    with pytest.raises(
-        ValueError, match=r"Optional cannot be sharded: its step\(\) calls a closure by itself.*requires"
-    ):
-        zeroshard.ShardedOptimizer(handle, Optional, lr=0.1)
+    for elementwise in (None, True, False):
+        with pytest.raises(
+            ValueError, match=r"Optional cannot be sharded: its step\(\) calls a closure by itself.*requires"
+        ):
+            zeroshard.ShardedOptimizer(handle, Optional, lr=0.1, elementwise=elementwise)
     with pytest.raises(ValueError, match=r"Broken is unknown, .*always"):
         zeroshard.ShardedOptimizer(handle, Broken, lr=0.1)
+    zeroshard.ShardedOptimizer(handle, Broken, lr=0.1, elementwise=True)  # it may step elsewhere
 
 
 @on_ranks(2)

@@ -74,15 +74,20 @@ def granularity_of(
     if optimizer_class in _REFUSED:
         raise InvalidValue(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
     expect_no_closure(optimizer_class)
-    if elementwise is not None:
-        return Granularity.ELEMENT if elementwise else Granularity.PARAMETER
+    declared = None if elementwise is None else Granularity.ELEMENT if elementwise else Granularity.PARAMETER
     if optimizer_class in _KNOWN:
-        return _KNOWN[optimizer_class]
+        return declared or _KNOWN[optimizer_class]
     if optimizer_class.__module__.startswith("torchao."):
-        return Granularity.ELEMENT
+        return declared or Granularity.ELEMENT
     # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
     with torch.device("cpu"), torch.random.fork_rng(devices=()):
-        return _by_trial(optimizer_class, options, sharded=sharded)
+        if declared is None:
+            return _by_trial(optimizer_class, options, sharded=sharded)
+        try:
+            _step_once(optimizer_class, options)
+        except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
+            _expect_not_for_want_of_a_closure(optimizer_class, options, error)
+        return declared
 
 
 def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: bool) -> Granularity:
@@ -93,11 +98,7 @@ def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: boo
     except InvalidValue:
         raise
     except Exception as error:
-        if _calls_its_closure(optimizer_class, options):
-            raise InvalidValue(
-                f"{optimizer_class.__name__} cannot be sharded: its step() calls a closure by itself, and without one "
-                f"it raises {error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
-            ) from None
+        _expect_not_for_want_of_a_closure(optimizer_class, options, error)
         raise InvalidValue(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
@@ -170,21 +171,38 @@ def _try_out(
     return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
 
 
-def _calls_its_closure(optimizer_class: OptimizerClass, options: Options) -> bool:
-    """Whether the class makes a step, and calls a closure in it, if it is given one."""
-    tensor, calls = torch.ones(4, 6, device="cpu", requires_grad=True), []
+def _expect_not_for_want_of_a_closure(optimizer_class: OptimizerClass, options: Options, error: Exception) -> None:
+    """Raises:
+    ValueError: `error` is that of a step without a closure; with one, which the class calls, it does not occur."""
+    try:
+        calls = _step_once(optimizer_class, options, with_closure=True)
+    except Exception:
+        return
+    if calls:
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot be sharded: its step() calls a closure by itself, and without one "
+            f"it raises {error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
+        ) from None
+
+
+def _step_once(optimizer_class: OptimizerClass, options: Options, *, with_closure: bool = False) -> int:
+    """Step the class on a matrix. Returns how often it has called its closure."""
+    tensor, calls = torch.ones(4, 6, device="cpu", requires_grad=True), -1
 
     def closure() -> float:
-        calls.append(1)
+        nonlocal calls
+        calls += 1
         tensor.grad = torch.ones_like(tensor)
         return 1.0
 
-    try:
-        closure()
-        optimizer_class([tensor], **copy.deepcopy(options)).step(closure)
-    except Exception:
-        return False
-    return len(calls) > 1
+    closure()
+    optimizer = optimizer_class([tensor], **copy.deepcopy(options))
+    begin_training(optimizer)
+    if with_closure:
+        optimizer.step(closure)
+    else:
+        run_step(optimizer)
+    return calls
 
 
 def _gradients(numel: int) -> Iterator[Tensor]:
