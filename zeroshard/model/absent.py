@@ -70,7 +70,7 @@ class AbsentTensor(Tensor):
     provide them if no other rank is needed.
 
     Attributes:
-        unit, names: names of the unit and of its slots. The placeholder of slot i is element i of a common storage.
+        unit, slots: names of the unit and of its slots. The placeholder of slot i is element i of a common storage.
         plain: the parameter's usual class.
         home: the unit's `Absent`.
 
@@ -79,7 +79,7 @@ class AbsentTensor(Tensor):
     """
 
     unit: ClassVar[str]
-    names: ClassVar[tuple[str, ...]]
+    slots: ClassVar[tuple[str, ...]]
     plain: ClassVar[type]
     home: ClassVar[Absent]
 
@@ -230,12 +230,12 @@ def is_absent(tensor: Tensor) -> bool:
 
 def _class_of(plain: type, unit: str, names: tuple[str, ...], home: Absent) -> type[AbsentTensor]:
     bases = (AbsentTensor,) if plain is Tensor else (AbsentTensor, plain)
-    attributes = {"unit": unit, "names": names, "plain": plain, "home": home, "__module__": __name__}
+    attributes = {"unit": unit, "slots": names, "plain": plain, "home": home, "__module__": __name__}
     return type(f"Absent{plain.__name__}", bases, attributes)
 
 
 def _name_of(absent: AbsentTensor) -> str:
-    return absent.names[absent.storage_offset()]
+    return absent.slots[absent.storage_offset()]
 
 
 def _absent_in(tree: Any) -> list[AbsentTensor]:
@@ -286,5 +286,5 @@ def _absent_view(func: Any, args: Any) -> Tensor:
     parameter = args[0]
     with as_tensors():
         view: Tensor = func(*args)
-    view.__class__ = _class_of(Tensor, parameter.unit, parameter.names, parameter.home)
+    view.__class__ = _class_of(Tensor, parameter.unit, parameter.slots, parameter.home)
     return view
