@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from enum import Enum
@@ -28,8 +29,11 @@ import zeroshard
 from tests.checkpoint.common import FULL, read_all, same_bits
 from tests.checkpoint.test_faults import SEED
 from tests.opened import in_its_own_process, opened_by
+from zeroshard.checkpoint import Reader
+from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange import export, export_dcp, import_dcp
 from zeroshard.exchange.dcp_folder import DcpFolder
+from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
 
@@ -225,6 +229,30 @@ def test_the_state_of_another_class_needs_its_name(tmp_path: Path) -> None:
                 assert not run.exists()
             name = None if of_class is torch.optim.AdamW else of_class.__name__
             assert import_dcp(folder, run, step=0, optimizer_class=name).left_out == ()
+
+
+def test_what_torch_keeps_in_param_groups_is_imported(tmp_path: Path) -> None:
+    """A set refused the whole import, and a dtype was left out, though a checkpoint can hold both."""
+    options = {
+        "names": {"up", "down"},
+        "frozen": frozenset([(1, 2), (3,)]),
+        "dtype": torch.bfloat16,
+        "nested": ([{1, 2}, torch.int8], (Counter({7: 2}), set(), None)),
+    }
+    with_dict = {**options, "of": {"x": 1}}  # DCP takes it apart
+    nested = {"param_groups": [{"params": ["a"], **with_dict}]}
+    flat = {f"param_groups.a.{key}": value for key, value in with_dict.items()}
+    for owner, saved in (("0", nested), ("a", flat)):
+        dcp.save({"model": {"a": torch.ones(2)}, "optim": saved}, checkpoint_id=tmp_path / owner, no_dist=True)
+        done = import_dcp(tmp_path / owner, tmp_path / f"run-{owner}", step=0, optimizer_class="Own")
+        assert done.left_out == (f"optim.param_groups.{owner}.of.x",)
+        export_dcp(done.path, tmp_path / f"again-{owner}")
+        again = import_dcp(tmp_path / f"again-{owner}", tmp_path / f"run-{owner}", step=1, optimizer_class="Own")
+        assert again.left_out == ()
+        for one in (done, again):
+            with Reader(one.path) as reader:
+                (group,) = saved_groups(reader.manifest.values["optimizers"][0])
+                assert group["params"] == ["a"] and decode(group["options"], reader.tensor) == options
 
 
 def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
@@ -478,6 +506,15 @@ def test_hostile_slices(tmp_path: Path) -> None:
         "a path as key": with_pickle(b"X\x01\x00\x00\x000", b"X\x05\x00\x00\x00../.."),
         "another function": with_pickle(b"ctorch._utils\n_rebuild_tensor_v2", b"cposix\nsystem"),
     }
+    repeated = b"".join(b"](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(30))
+    for what, made in {
+        "a set of lists": b"c__builtin__\nset\n]]a\x85R.",
+        "a set of what is deep": b"c__builtin__\nset\n]N" + b"\x85" * 100_000 + b"a\x85R.",
+        "a set of a number": b"c__builtin__\nset\nK\x01\x85R.",
+        "a counter of a text": b"ccollections\nCounter\nX\x01\x00\x00\x00a\x85R.",
+        "the same list again and again": b"(]q\0" + repeated + b"t.",
+    }.items():
+        cases[what] = changed_archive(whole, data_pkl=b"\x80\x02" + made)
     squeezed = io.BytesIO()
     with zipfile.ZipFile(squeezed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in zipfile.ZipFile(memory).namelist():

@@ -14,7 +14,8 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,8 @@ from zeroshard.layout.interval import Interval
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 << 20
+MAX_ITEMS = 1_000_000
+"""The most items of a plain value."""
 MAX_VALUE_BYTES = 16 << 20
 """The most bytes that are read of one slice, apart from the bytes of a tensor."""
 
@@ -61,9 +64,15 @@ _STORAGES = {
     "ComplexFloat": torch.complex64,
 }
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_MADE: dict[str, tuple[Callable[[Any], Any], type]] = {
+    **dict.fromkeys(("__builtin__.set", "builtins.set"), (set, list)),
+    **dict.fromkeys(("__builtin__.frozenset", "builtins.frozenset"), (frozenset, list)),
+    "collections.Counter": (Counter, dict),
+}
+"""Calls of a pickle that are carried out, and the type of their one argument."""
 _IN_VALUES = {
     *(f"torch.{name}Storage" for name in _STORAGES),
-    *("torch.storage.UntypedStorage", *_REBUILD, "torch.Size", "collections.OrderedDict", *_DTYPES),
+    *("torch.storage.UntypedStorage", *_REBUILD, "torch.Size", "collections.OrderedDict", *_DTYPES, *_MADE),
 }
 
 
@@ -119,6 +128,12 @@ class _Strided:
     strides: tuple[int, ...]
 
 
+_OF_DAMAGE = (
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(ValueError, TypeError, KeyError, EOFError, RuntimeError),
+)
+
+
 class DcpFolder:
     """An open folder. Use it in a `with` statement.
 
@@ -146,9 +161,18 @@ class DcpFolder:
             os.close(self._open.popitem()[1])
 
     def value(self, name: str) -> Any:
-        """A value: numbers, strings, and lists, tuples and dicts of them; other objects as `pickles.Recipe`."""
+        """A value: numbers, strings, dtypes, and lists, tuples, dicts, sets and counters of them; other objects as
+        `pickles.Recipe`."""
         with self._reading(self.values[name]) as archive:
-            return archive.pickled()
+            value = archive.pickled()
+            rest, count = [value], 0
+            while rest:  # a few bytes of a pickle can contain the same list a million times: count before anything else
+                inside = _inside(rest.pop())
+                rest.extend(inside)
+                count += len(inside)
+                if count > MAX_ITEMS:
+                    refuse(f"{name} is too large for a plain value")
+            return _plain(value)
 
     def read(self, name: str, part: Interval) -> Tensor:
         """Elements `part` of the flattened tensor. If its boxes are rows, only these elements are read; else the whole
@@ -220,7 +244,7 @@ class DcpFolder:
             yield _Archive(self._file(of.file), of)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{where}: {error}") from None
-        except (zipfile.BadZipFile, zlib.error, struct.error, ValueError, KeyError, EOFError, RuntimeError) as error:
+        except _OF_DAMAGE as error:
             raise CheckpointError(f"{where}: not what torch.save writes: {error!r:.100}") from None
 
     def _file(self, name: str) -> int:
@@ -301,6 +325,26 @@ class _Archive:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
             refuse(f"{name} is compressed, or encrypted")
         return info
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    """The parts of a value of a pickle."""
+    if isinstance(value, Recipe):
+        return value.args
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+
+
+def _plain(value: Any) -> Any:
+    """A value of a pickle, with what `_MADE` has, and with dtypes for their names."""
+    if isinstance(value, Recipe) and len(value.args) == 1 and value.state is None and value.of in _MADE:
+        make, kind = _MADE[value.of]
+        if type(value.args[0]) is kind:
+            return make(_plain(value.args[0]))
+    if isinstance(value, Name):
+        return _DTYPES.get(value.text, value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _in_order(box: Box, place: _Strided) -> bool:

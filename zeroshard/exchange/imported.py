@@ -219,8 +219,10 @@ class _FromDcp:
             if there.startswith(prefix):
                 with suppress(ValueError):  # an object: `save` would not store it, either
                     found.setdefault(owner, {})[key] = _option(self._folder, there)
-                    self._used.add(there)
         numbered = sorted((owner for owner, options in found.items() if "params" in options), key=_as_number)
+        owners = {*numbered, *self._model, *self.tied}  # the rest are options that are dicts, which DCP takes apart
+        found = {owner: options for owner, options in found.items() if owner in owners}
+        self._used |= {f"{prefix}{owner}.{key}" for owner, options in found.items() for key in options}
         if numbered:
             groups = [{"class": of_class, "params": found[n].pop("params"), "options": found[n]} for n in numbered]
         else:
@@ -290,17 +292,8 @@ def _as_json(folder: DcpFolder, there: str) -> Any:
     Raises:
         ValueError: it is an object.
     """
-    value = folder.value(there)
-    rest, count = [value], 0
-    while rest:  # a few bytes of a pickle can contain the same list a million times: count before encoding
-        one = rest.pop()
-        inside = list(one.values()) if isinstance(one, dict) else one if isinstance(one, (list, tuple)) else ()
-        rest.extend(inside)
-        count += len(inside)
-        if count > 1_000_000:
-            raise CheckpointError(f"{folder.folder}: {there} is too large for a plain value")
     try:
-        return encode(value, no_tensors, there)
+        return encode(folder.value(there), no_tensors, there)
     except RecursionError:
         raise InvalidValue("too deep") from None
 
