@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,6 +18,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.trees import map_tensors, tensors_in
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
 
 
 @dataclass(eq=False)
@@ -99,8 +102,11 @@ class Graph:
     """Held by the hooks in a graph of autograd, so that a weak reference tells whether the graph is gone."""
 
 
-GONE = weakref.ref(Graph())
-"""A graph that is gone: of a call that raised."""
+MOST_VISITS = 8
+"""At most this many visits of each module that needs units are remembered until a backward."""
+
+Graphs = weakref.WeakSet[Graph]
+"""Those of some calls that are not gone."""
 
 
 @dataclass(eq=False)
@@ -110,17 +116,49 @@ class Visit:
     Attributes:
         around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
             through the same graph that begins at an output of this unit, so they are shown again with it.
-        graph: refers to what lives as long as the graph behind its outputs; None: nobody knows how long that is.
+        graphs: those of its trail; empty if its call raised. Not only those of its own outputs, which may not be in the
+            graph of this rank: ranks must agree on what may come.
     """
 
     unit: Unit
-    around: Sequence[Unit] = ()
-    graph: weakref.ref[Graph] | None = None
+    around: Sequence[Unit]
+    graphs: Graphs
 
     @property
     def may_come(self) -> bool:
-        """Whether a backward may come to it. Not if its graph is gone: a forward without a backward."""
-        return self.graph is None or self.graph() is not None
+        """Whether a backward may come to it. Not if all graphs are gone: a forward without a backward."""
+        return bool(self.graphs)
+
+
+class Trail:
+    """The visits of one call of the model, and of calls of its parts until the next one, in order. See [Note: the trail
+    of a backward] in `schedule.py`."""
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+        self.graphs = Graphs()
+
+
+class Ahead:
+    """What backward has not come to.
+
+    Attributes:
+        visits: in the order of the forwards.
+        without_graph: the last visit before each forward without grad; at most `MOST_VISITS` of each unit.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[Visit] = []
+        self.without_graph: dict[Unit, deque[Visit | None]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
+
+    def has_gathers(self) -> bool:
+        """Whether backward will come to a unit whose gather has not begun."""
+        units = {visit.unit for visit in self.visits} | {unit for unit, marks in self.without_graph.items() if marks}
+        return any(unit.weights.state is Residency.SHARDED for unit in units)
+
+    def has(self, unit: Unit) -> bool:
+        """Whether backward will come to the unit (again)."""
+        return any(visit.unit is unit and visit.may_come for visit in self.visits)
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,6 +174,7 @@ def _begin(schedule: Schedule, begin: Callable[[nn.Module, Any], None]) -> Calla
         schedule.running.expect_alone(schedule.gatherer.units)
         with schedule.running.lock:
             begin(module, args)
+            schedule.begin_trail()
 
     return hook
 

@@ -9,7 +9,7 @@ the end of backward contribute zeros. So the sequence of collectives never depen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,6 +22,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.model.units import in_order_of_reduction
 from zeroshard.placement import PARTIAL
+from zeroshard.runtime.calls import Ahead
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
 from zeroshard.runtime.reductions import Reductions, scratch_bytes
@@ -43,7 +44,7 @@ class Reducer:
         visible: shows gradients in `p.grad`.
         origins: finds gradients of this rank that were not finite.
         single_uses: parameters whose gradients are not cast before they are here.
-        gathers_left: whether backward has gathers to begin.
+        ahead: what backward has not come to.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
@@ -56,7 +57,7 @@ class Reducer:
         self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
         self.origins = Origins(collectives.mesh.world.size)
         self.single_uses = SingleUses(tuple(self.grads))
-        self.gathers_left: Callable[[], bool] = lambda: False
+        self.ahead = Ahead()
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
@@ -333,11 +334,9 @@ class Reducer:
         # later unit that is ready earlier on this rank must wait.
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
-            grads = self.grads[unit]
-            if unit not in self.local and not grads.summed <= grads.ready:
-                return
             if unit not in self.local:
-                if not self._may_start(unit):
+                grads = self.grads[unit]
+                if not grads.summed <= grads.ready or self.ahead.has(unit) or not self._may_start(unit):
                     return
                 self._launch(unit)
             self._cursor += 1
@@ -347,7 +346,7 @@ class Reducer:
         `units.py`."""
         if self._cursor < self._root_begins:
             return True
-        if self.gathers_left():
+        if self.ahead.has_gathers():
             return False
         waits_for = self._reductions.must_finish_before(unit)
         # Not if it waits for the one before it: computation would wait for all of that one.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,22 +12,35 @@ from torch.autograd.graph import Node, get_gradient_edge
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.transforms import given_tensors, under_transform
-from zeroshard.runtime.calls import GONE, Entry, Graph, Needed, Results, Visit, differentiable, without_views
+from zeroshard.runtime.calls import (
+    MOST_VISITS,
+    Ahead,
+    Entry,
+    Graph,
+    Graphs,
+    Needed,
+    Results,
+    Trail,
+    Visit,
+    differentiable,
+    without_views,
+)
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
-_MOST_VISITS = 8
-"""At most this many visits of each module that needs units are remembered until a backward."""
-
 
 class Schedule(NotCopied):
     """Decides which hook starts which gather or reduction.
 
-    On every rank, backward visits the units of the previous forwards in reverse order: also units that are not in this
-    rank's own graph (a branch that was not taken here), because its peers may need them.
+    [Note: the trail of a backward] On every rank, backward visits the units of the forwards since the last backward in
+    reverse order: also units that are not in this rank's own graph (a branch that was not taken here), because its
+    peers may need them. If it comes to an older forward (a graph that was retained; two losses, and then their
+    backwards), it visits all units of that one, too. A unit is reduced behind the last of these visits, even if this
+    rank has all its gradients before: a peer whose graph differs cannot reduce it earlier, and would wait for a gather
+    of this rank, which waits for that reduction.
 
     Attributes:
         accumulates: whether a backward runs that adds to gradients.
@@ -48,9 +58,10 @@ class Schedule(NotCopied):
         self.num_modules = 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
-        self._visits: list[Visit] = []  # forwards since the last backward that it has not visited, in order
+        self._ahead = Ahead()  # of the listed trails
+        self._trail = Trail()  # of the last call of the model
+        self._listed = [self._trail]  # the trails of forwards since the last backward, and those that this one came to
         self._trains = False  # whether a unit with trainable parameters has run since
-        self._without_graph: dict[Unit, deque[Visit | None]] = _no_marks()  # last visit before forwards without grad
         self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
         self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
         self._read_again: dict[Unit, int] = {}  # units that a second backward reads -> id of the first's graph task
@@ -58,7 +69,7 @@ class Schedule(NotCopied):
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
-        reducer.gathers_left = partial(_gathers_left, self._visits, self._without_graph)
+        reducer.ahead = self._ahead
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -68,6 +79,13 @@ class Schedule(NotCopied):
                 # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
                 # an intermediate value) begins at its first gradient: `before_gradient`.
                 leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
+
+    def begin_trail(self) -> None:
+        """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
+        is_scope = any(unit.weights.scopes for unit in self.gatherer.units)
+        if self._trail.visits and not (self.running or in_backward() or is_scope):
+            self._trail = Trail()
+            self._listed.append(self._trail)
 
     def expect_no_transform(self, units: Sequence[Unit]) -> None:
         """Raises:
@@ -117,22 +135,20 @@ class Schedule(NotCopied):
             return
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
-            if not self._visits:  # else the casts are those of a forward that backward will come to
+            if not self._ahead.visits:  # else the casts are those of a forward that backward will come to
                 _forget_autocasts(self.gatherer.collectives.device)
             for unit in free:
-                self._without_graph[unit].append(self._visits[-1] if self._visits else None)
+                self._ahead.without_graph[unit].append(self._ahead.visits[-1] if self._ahead.visits else None)
             return
         if not in_backward():
             for unit in free:
-                self._without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
+                self._ahead.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around = self.running.around()
-        visits = [Visit(unit, around, None if end is End.RETURNED else GONE) for unit in free]
+        visits = [Visit(unit, around, self._trail.graphs if end is End.RETURNED else Graphs()) for unit in free]
         if self._trains:
-            self._visits += [visit for visit in visits if not in_backward() or self._is_first_seen(visit.unit)]
-            if len(self._visits) > _MOST_VISITS * self.num_modules:  # forwards without a backward
-                self._visits.clear()
+            self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
-        visits = [*visits, *(Visit(unit, around) for unit in in_scope)]
+        visits = [*visits, *(Visit(unit, around, Graphs()) for unit in in_scope)]
         hooked = self._hook(differentiable(results.output), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
             self._hook(results.elsewhere(), [visit for visit in visits if visit not in hooked], entries)
@@ -142,26 +158,36 @@ class Schedule(NotCopied):
     ) -> set[Visit]:
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
         hooked: set[Visit] = set()
-        graph = Graph()  # which the hooks keep alive
+        trail, graph = self._trail, Graph()  # which the hooks keep alive
         for leaf in leaves:
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 hooked.update(made)
                 leaf.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad, made=made, graph=graph: self._on_output_grad(made)
+                    lambda grad, made=made, graph=graph: self._on_output_grad(made, trail)
                 )
-        for visit in hooked:
-            visit.graph = weakref.ref(graph)
+        if any(visit.graphs is trail.graphs for visit in hooked):
+            trail.graphs.add(graph)
         return hooked
+
+    def _list(self, visits: Sequence[Visit]) -> None:
+        """Backward will come to these."""
+        if in_backward():
+            self._ahead.visits += [visit for visit in visits if self._is_first_seen(visit.unit)]
+            return
+        self._ahead.visits += visits
+        self._trail.visits += visits
+        if len(self._ahead.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
+            self._begin_anew()
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
         forward ran without grad and left none, and an inner backward follows. Any other forward has left a visit."""
-        return unit not in self._at and all(visit.unit is not unit for visit in self._visits)
+        return unit not in self._at and all(visit.unit is not unit for visit in self._ahead.visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def _on_output_grad(self, visits: Sequence[Visit]) -> None:
+    def _on_output_grad(self, visits: Sequence[Visit], trail: Trail) -> None:
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
@@ -171,18 +197,21 @@ class Schedule(NotCopied):
             self.gatherer.expect_to_stay(staying)
             self._read_again.update(dict.fromkeys(staying, torch._C._current_graph_task_id()))
         with torch.no_grad():
-            waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
+            if trail not in self._listed and any(visit.graphs is trail.graphs for visit in visits):
+                self._listed.append(trail)
+                self._ahead.visits[:0] = trail.visits  # it is older than those that are listed
+            waiting = [index for index, visit in enumerate(self._ahead.visits) if visit in visits]
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
                 return
             self._visit_from(waiting[-1] + 1)
-            del self._visits[waiting[0] :]
+            del self._ahead.visits[waiting[0] :]
             self._come_to(units, around)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
         Backward is done with the units that ran after it: visit them first."""
-        marks = [self._without_graph[unit].pop() for unit in units if self._without_graph.get(unit)]
+        marks = [self._ahead.without_graph[unit].pop() for unit in units if self._ahead.without_graph.get(unit)]
         checkpoint = torch._C._current_autograd_node()
         if not marks or self._backward is None or checkpoint is self._recomputed:
             return  # later visits belong to this checkpoint
@@ -192,7 +221,7 @@ class Schedule(NotCopied):
             self._come_to([])
 
     def _place_behind(self, visit: Visit) -> int:
-        return self._visits.index(visit) + 1 if visit in self._visits else len(self._visits)
+        return self._ahead.visits.index(visit) + 1 if visit in self._ahead.visits else len(self._ahead.visits)
 
     def _show_what_is_read_again(self) -> None:
         """Show weights that a second backward will read, in the buffers where they have stayed."""
@@ -202,8 +231,8 @@ class Schedule(NotCopied):
 
     def _visit_from(self, first: int) -> None:
         """Visit the units of the visits from number `first` on, the last one first."""
-        while len(self._visits) > first:
-            visit = self._visits.pop()
+        while len(self._ahead.visits) > first:
+            visit = self._ahead.visits.pop()
             self._come_to([visit.unit], visit.around)
 
     def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
@@ -222,7 +251,7 @@ class Schedule(NotCopied):
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
         has gradients for it: then ask again later."""
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
-        if unit in next_units or unit.spec.of_root or any(v.unit is unit and v.may_come for v in self._visits):
+        if unit in next_units or unit.spec.of_root or self._ahead.has(unit):
             return True
         return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
@@ -282,10 +311,15 @@ class Schedule(NotCopied):
 
     def _forget(self) -> None:
         """Drop the records of forwards and of this backward."""
-        self._visits.clear()
-        self._without_graph.clear()
+        self._begin_anew()
+        self._ahead.without_graph.clear()
         self._recomputed, self._trains = None, False
         self._at.clear()
+
+    def _begin_anew(self) -> None:
+        self._ahead.visits.clear()
+        self._trail = Trail()
+        self._listed = [self._trail]
 
     def _end_backward(self) -> None:
         ended, self._backward = self._backward, None
@@ -311,16 +345,6 @@ def _forget_autocasts(device: torch.device) -> None:
     # any more. (After a step, the cast would also have the values from before, as in plain torch.)
     if torch.is_autocast_enabled(device.type):
         torch.clear_autocast_cache()
-
-
-def _gathers_left(visits: Sequence[Visit], without_graph: Mapping[Unit, deque[Visit | None]]) -> bool:
-    """Whether backward will come to a unit whose gather has not begun."""
-    ahead = {visit.unit for visit in visits} | {unit for unit, marks in without_graph.items() if marks}
-    return any(unit.weights.state is Residency.SHARDED for unit in ahead)
-
-
-def _no_marks() -> dict[Unit, deque[Visit | None]]:
-    return defaultdict(partial(deque, maxlen=_MOST_VISITS))
 
 
 def _is_accumulated(parameter: Tensor) -> bool:

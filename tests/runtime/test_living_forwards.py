@@ -1,0 +1,123 @@
+"""Several forwards before their backwards, in any order, where each rank uses other parameters.
+
+Under ZeRO-3 a backward of an older forward knew only its rank's own graph. A rank without a gradient for a unit reduced
+it at the end, while its peers waited for that before the next gather: all waited until the timeout.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import travelling
+from zeroshard.testing import run_ranks
+
+
+class Layer(nn.Module):
+    """With a gate and a layer inside that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.gate = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.gated = self.used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.map(x))
+        return x if not self.used else y * self.gate if self.gated else y
+
+
+class Net(nn.Module):
+    """`times`: how often the layers run in one forward."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.embed, self.layers, self.times = nn.Linear(4, 4), nn.ModuleList(Layer() for _ in range(5)), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in [*self.layers] * self.times:
+            x = layer(x)
+        return x
+
+
+def forward(model: Any, rank: int, number: int, *, of_parts: bool = False) -> Tensor:
+    chance = random.Random(f"{rank} {number}")
+    for layer in model.layers:
+        layer.gated, layer.used = chance.random() < 0.5, chance.random() < 0.7
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+    for part in [model.embed, *model.layers] if of_parts else [model]:
+        x = part(x)
+    return x.square().mean()
+
+
+def in_orders(model: Any, rank: int) -> None:
+    for start, order in enumerate([(0, 1), (1, 0), *permutations(range(3))]):
+        losses = [forward(model, rank, 3 * start + number) for number in range(len(order))]
+        for number in order:
+            losses[number].backward()
+
+
+def of_parts(model: Any, rank: int) -> None:
+    losses = [forward(model, rank, number, of_parts=True) for number in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def retained(model: Any, rank: int) -> None:
+    losses = [forward(model, rank, number) for number in range(3)]
+    (losses[0] + losses[2]).backward(retain_graph=True)
+    losses[1].backward()
+    losses[0].backward()
+
+
+def interleaved(model: Any, rank: int) -> None:
+    """Each backward is that of the forward before the last one."""
+    losses = [forward(model, rank, 0)]
+    for number in range(1, 4):
+        losses.append(forward(model, rank, number))
+        losses.pop(0).backward()
+
+
+def left_out(model: Any, rank: int) -> None:
+    """The loss of one rank depends on one of the forwards only."""
+    losses = [forward(model, rank, number) for number in range(3)]
+    sum(loss if rank != 1 or number == 2 else loss.detach() for number, loss in enumerate(losses)).backward()  # type: ignore[union-attr]
+
+
+LOOPS: tuple[Callable[[Any, int], None], ...] = (in_orders, of_parts, retained, interleaved, left_out)
+
+
+def trained(rank: int, plan: str, loop: Callable[[Any, int], None], units: Any, times: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Net(times)
+    handle = zeroshard.shard(model, plan, units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    loop(model, rank)
+    optimizer.step()
+    return list(handle.full_state_dict().values())
+
+
+UNITS = (60, 200, nn.Linear, Layer, (Layer, nn.Linear))
+
+
+def check(rank: int, ranks: int) -> None:
+    for number, (loop, units) in enumerate(product(LOOPS, UNITS)):
+        if number % 3 != ranks % 3:
+            continue
+        times = 1 + (units is Layer)
+        expected = trained(rank, "ddp", loop, units, times)
+        for plan in ("zero3", "zero2")[: 1 + (number % 5 == 0)]:
+            with travelling("pairwise" if number % 2 else "shared"):
+                found = trained(rank, plan, loop, units, times)
+            assert all(map(torch.equal, found, expected)), (plan, loop.__name__, units)
+
+
+def test_every_order_of_backwards_trains_as_with_whole_weights() -> None:
+    for ranks in (2, 3):
+        run_ranks(check, ranks, ranks, collective_timeout=15)
