@@ -280,6 +280,8 @@ def with_penalty(model: Any, rank: int, step: int) -> Tensor:
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with torch.set_grad_enabled(step == 1):
         model(x)  # between the two backwards
+    if step == 1:
+        out.mean().backward(retain_graph=True)  # leaves gradients, and is not the second backward
     return out.square().mean() + (slope.norm(dim=1) - 1).square().mean()
 
 

@@ -44,7 +44,11 @@ def in_backward() -> bool:
 
 
 class Gatherer:
-    """Gathers and hides the weights of all units of a model."""
+    """Gathers and hides the weights of all units of a model.
+
+    Attributes:
+        number_of: unit -> the number of its last gather.
+    """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
@@ -59,7 +63,7 @@ class Gatherer:
         self._own_thread = os.getpid(), threading.get_ident()
         self._parts_behind = _parts_behind(units)
         self._parts_in_flight: list[tuple[int, Unit]] = []  # with the numbers of their gathers
-        self._number_of: dict[Unit, int] = {}  # unit -> the number of its last gather
+        self.number_of: dict[Unit, int] = {}
         self._begun_gathers = 0
         requests = {
             unit: unit.spec.weight_request(unit.layout.numel, in_common=unit.weights.place is not None)
@@ -295,7 +299,7 @@ class Gatherer:
         if weights.state is Residency.SHARDED:
             self.start(unit, during)
         self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
-        self._let_parts_arrive(self._number_of.get(unit, 0))
+        self._let_parts_arrive(self.number_of.get(unit, 0))
         weights.arrive()
         # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
         self._wait_for_readers()
@@ -324,7 +328,7 @@ class Gatherer:
         for unit in self._parts_behind.get(before, ()):
             if unit.weights.in_use and unit.weights.state is Residency.SHARDED:
                 self.start(unit, during)
-                self._parts_in_flight.append((self._number_of[unit], unit))
+                self._parts_in_flight.append((self.number_of[unit], unit))
 
     def _let_parts_arrive(self, number: float = math.inf) -> None:
         """Wait for root parts whose gathers began before that number."""
@@ -342,7 +346,7 @@ class Gatherer:
     def start(self, unit: Unit, during: During) -> None:
         """Start to gather a SHARDED unit into its buffer. Collective."""
         self._begun_gathers += 1
-        self._number_of[unit] = self._begun_gathers
+        self.number_of[unit] = self._begun_gathers
         if during in ("forward", "backward"):
             # Before the gather: a follower of a join takes part only after it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)

@@ -64,7 +64,7 @@ class Schedule(NotCopied):
         self._trains = False  # whether a unit with trainable parameters has run since
         self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
         self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
-        self._read_again: dict[Unit, int] = {}  # units that a second backward reads -> id of the first's graph task
+        self._read_again: dict[Unit, int] = {}  # units that a second backward reads -> the number of their gather
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
@@ -195,7 +195,7 @@ class Schedule(NotCopied):
             # it has left there as they are. No hook could gather them again, so they must stay, and be shown.
             staying = [unit for unit in units if not unit.weights.scopes]
             self.gatherer.expect_to_stay(staying)
-            self._read_again.update(dict.fromkeys(staying, torch._C._current_graph_task_id()))
+            self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
             if trail not in self._listed and any(visit.graphs is trail.graphs for visit in visits):
                 self._listed.append(trail)
@@ -224,9 +224,10 @@ class Schedule(NotCopied):
         return self._ahead.visits.index(visit) + 1 if visit in self._ahead.visits else len(self._ahead.visits)
 
     def _show_what_is_read_again(self) -> None:
-        """Show weights that a second backward will read, in the buffers where they have stayed."""
-        for unit in self._read_again:
-            if unit.weights.state is Residency.RESIDENT:
+        """Show weights that a second backward will read, in the buffers where they have stayed. Others may come before
+        it, so only new weights (a step) end this."""
+        for unit, number in self._read_again.items():
+            if unit.weights.state is Residency.RESIDENT and self.gatherer.number_of.get(unit, 0) == number:
                 unit.weights.show()
 
     def _visit_from(self, first: int) -> None:
@@ -322,7 +323,7 @@ class Schedule(NotCopied):
         self._listed = [self._trail]
 
     def _end_backward(self) -> None:
-        ended, self._backward = self._backward, None
+        self._backward = None
         self.running.end_backward()
         _forget_autocasts(self.gatherer.collectives.device)
         try:
@@ -333,7 +334,6 @@ class Schedule(NotCopied):
             self._forget()
         if accumulates:
             self.reducer.end_backward()
-            self._read_again = {unit: task for unit, task in self._read_again.items() if task == ended}
         self.gatherer.end_backward()
         self._show_what_is_read_again()
 
