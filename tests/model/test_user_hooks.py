@@ -20,7 +20,19 @@ from torch.nn.utils import parametrizations
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Job, Outcome, beside_one_process, make, plans_of, same_bits, train, train_reference
+from tests.kit import (
+    PLANS,
+    Job,
+    Outcome,
+    State,
+    beside_one_process,
+    make,
+    plans_of,
+    same_bits,
+    train,
+    train_reference,
+    travelling,
+)
 from zeroshard.testing import run_ranks
 
 WIDTH = 12
@@ -228,3 +240,46 @@ def test_hooks_of_a_layer_that_is_called_alone() -> None:
             handle.close()
 
     run_ranks(run, 2)
+
+
+class Written(nn.Module):
+    """Of a parameter that autograd saves itself, and whose version is the number of writes."""
+
+    def __init__(self, writes: int) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.ones(4))
+        for _ in range(writes):
+            nn.init.normal_(self.factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.factors)
+
+
+def trained_with_changes(rank: int, plan: zeroshard.Plan, writes: int) -> State:
+    model = make(lambda: nn.Sequential(*(nn.Sequential(Written(writes)) for _ in range(4))))
+    handle = zeroshard.shard(model, plan, units=nn.Sequential)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            x = torch.linspace(-1, 1, 8).view(2, 4) * (rank + step + 1)
+            loss = model(x).square().sum()
+            x.zero_()
+            loss.backward()
+        optimizer.step()
+    return handle.full_state_dict()
+
+
+def test_saved_tensors_may_be_changed_where_torch_keeps_their_values() -> None:
+    """torch took the gather of a unit for a write to a saved parameter of another one, by address and version, and
+    tried to clone it: one rank raised, while the other waited for it."""
+
+    def check(rank: int) -> None:
+        for way in ("shared", "pairwise", "native"):
+            with travelling(way):
+                for writes in range(3):
+                    expected, found = (
+                        trained_with_changes(rank, plan, writes) for plan in (zeroshard.ZERO2, zeroshard.ZERO3)
+                    )
+                    assert same_bits(found, expected), (way, writes)
+
+    run_ranks(check, 2, collective_timeout=15)

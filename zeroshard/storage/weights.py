@@ -20,11 +20,14 @@ for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.common import Common
@@ -128,13 +131,15 @@ class Weights:
             if self._common is not None and full is self.place:
                 self._common.begin()
             else:
-                self.buffer.own_part_of_full().copy_(self.buffer.shard)
+                with _unseen():
+                    self.buffer.own_part_of_full().copy_(self.buffer.shard)
         elif padding := self.buffer.padding():
             # A step may have moved the padding, which lies in its pieces (Adam with eps=0 computes 0 / 0). A gather of
             # some slots does not send all of it, and the ranks would find that their weights differ.
             torch._foreach_zero_(padding)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
-        self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
+        with _unseen():
+            self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
 
     def arrive(self, *, stale: bool = False) -> None:
         """GATHERING -> RESIDENT; no effect on RESIDENT weights. `stale`: the weights will not be used."""
@@ -368,3 +373,10 @@ class Weights:
 
     def _refuse(self, verb: str, needed: Residency) -> NoReturn:
         raise InvalidState(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {needed.value}")
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """A scope for writes to buffers whose views autograd has saved. `allow_mutation_on_saved_tensors` would clone these
+    views before, to keep values that will be here again (and cannot clone a parameter that is absent). It takes writes
+    for those of a saved tensor by address and version: on some ranks only."""
+    return _disable_current_modes() if graph._allow_mutation_on_saved_tensors_enabled else nullcontext()
