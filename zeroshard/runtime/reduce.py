@@ -9,7 +9,7 @@ the end of backward contribute zeros. So the sequence of collectives never depen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
