@@ -8,6 +8,8 @@ a word.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, Net, State, loss_of_tokens, make, same_bits
+from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
 from tests.together import on_ranks
+from zeroshard.testing import run_ranks
 
 MODIFIED = "has been modified by an inplace operation"
 
@@ -76,6 +79,52 @@ def test_new_weights_are_no_write_of_the_user(rank: int) -> None:
             with pytest.raises(zeroshard.errors.InvalidState, match="has been written to"), handle.unsharded():
                 with torch.no_grad():
                     model.norm.weight.mul_(2)
+
+
+def _write_on_one_rank(model: nn.Module, handle: Any, rank: int, factor: float = 2, **options: int) -> None:
+    with handle.unsharded(write=True, **options), torch.no_grad():
+        if rank == 1:
+            model.blocks[0].up.weight.mul_(factor)
+
+
+def _write_and_fail(model: nn.Module, handle: Any, rank: int) -> None:
+    with pytest.raises(ValueError, match="other values than on rank 0"):
+        _write_on_one_rank(model, handle, rank)
+
+
+def _load_a_part(model: nn.Module, handle: Any, rank: int) -> None:
+    weight = handle.full_state_dict()["blocks.0.up.weight"]
+    handle.load_full_state_dict({"blocks.0.up.weight": weight}, strict=False)
+
+
+WRITES = (
+    partial(_write_on_one_rank, modifier_rank=1),
+    partial(_write_on_one_rank, factor=1),  # the same values
+    _write_and_fail,
+    _load_a_part,
+)
+
+
+def test_all_ranks_raise_or_none_does() -> None:
+    """Only the rank that had written to a weight raised, and the others waited for it. And what is not written to is
+    not new, as in plain torch: a load of some weights refused graphs of others."""
+
+    def check(rank: int) -> None:
+        for write, plan, units in product(WRITES, PLANS, (None, Block)):
+            if write is _write_and_fail and plan in PLANS[1:3]:
+                continue  # what is restored is gathered in the next forward, and all ranks say that it is not here
+            model = make(lambda: Net(blocks=2))
+            handle = zeroshard.shard(model, plan, units=units)
+            x = torch.ones(2, WIDTH)
+            norms = model.norm(x), model.blocks[0].norm(x)
+            loss = loss_of_tokens(model, rank, 0, 0)
+            write(model, handle, rank)
+            for norm in norms:
+                norm.sum().backward()  # of other parameters, also of the same unit
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                loss.backward()
+
+    run_ranks(check, 2, collective_timeout=15)
 
 
 class Parts(nn.Module):

@@ -121,11 +121,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     name_of = {id(value): name for name, value in names.items() if name not in missing}
     for unit in units:
         of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
-        values = (
-            _broadcast(unit, of_unit, given, gatherer) if from_rank0 else [given.get(name or "") for name in of_unit]
-        )
-        unit.write_slots(values)
-        gatherer.updated(unit)
+        _load_unit(unit, of_unit, given, gatherer, from_rank0=from_rank0)
     rest = {name: v for name, v in names.items() if id(v) not in sharded and name not in missing}
     for name, value in rest.items():
         if name in extra_states:
@@ -182,6 +178,17 @@ def _from_rank0(collectives: Collectives, value: Any) -> Any:
         tensors = [torch.empty(shape, dtype=getattr(torch, of), device=collectives.device) for shape, of in kinds]
     collectives.broadcast(tensors)
     return decode(encoded, lambda name: tensors[int(name)])
+
+
+def _load_unit(
+    unit: Unit, of_unit: Sequence[str | None], given: Mapping[str, Tensor], gatherer: Gatherer, *, from_rank0: bool
+) -> None:
+    """`of_unit`: the name of each slot's value in `given`; None: it stays, and graphs that have saved it stay valid."""
+    slots = {index for index, name in enumerate(of_unit) if name is not None}
+    if slots:
+        values = _broadcast(unit, of_unit, given, gatherer) if from_rank0 else [given.get(n or "") for n in of_unit]
+        unit.write_slots(values)
+        gatherer.updated(unit, slots)
 
 
 def _broadcast(

@@ -95,9 +95,11 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
+        writes = [unit.weights.versions.writes() for unit in units]
         try:
             with _open_for_writing(units):
                 yield
+            _count_writes(units, writes, collectives)
             if modifier_rank is not None:
                 collectives.broadcast([unit.weights.full for unit in units], source=modifier_rank)
             else:
@@ -141,6 +143,19 @@ def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
     finally:
         for unit in units:
             unit.weights.writers -= 1
+
+
+def _count_writes(units: Sequence[Unit], before: Sequence[Sequence[int]], collectives: Collectives) -> None:
+    """What one rank has written to is new on all of them: a backward of an older graph, which compares versions, raises
+    on every rank or on none. `before`: `Versions.writes` of each unit. Collective."""
+    now = [unit.weights.versions.writes() for unit in units]
+    written = [
+        [slot for slot, number in enumerate(of_unit) if number != old[slot]]
+        for of_unit, old in zip(now, before, strict=True)
+    ]
+    of_ranks = collectives.exchange_objects(written, "handle.unsharded()")
+    for number, unit in enumerate(units):
+        unit.weights.versions.renew({index for of_rank in of_ranks for index in of_rank[number]} - {*written[number]})
 
 
 def expect_none_written(units: Sequence[Unit]) -> None:
