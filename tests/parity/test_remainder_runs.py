@@ -111,7 +111,7 @@ def test_a_lost_carry_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 # A whole run ----------------------------------------------------------------------------------------------------------
 
 
-def write_ties_away(self: MainWeights, piece: Interval, value: Tensor | None = None, *, in_step: bool = False) -> None:
+def write_ties_away(self: MainWeights, piece: Interval, value: Tensor | None = None, **_: Any) -> None:
     """`MainWeights.write` for fp32 main, with ties rounded away from zero."""
     assert self.extra is not None and self.extra.dtype == torch.float32
     local = piece.relative_to(self.interval.start).slice

@@ -259,9 +259,10 @@ class FlatStep:
         `new`: (numel, dtype=) -> a tensor."""
         main = stretch.unit.main
         if not stretch.is_joined:  # the tensors are views of main
-            for part, _ in stretch.parts if main.follows else ():
+            if main.follows:
                 self._held_scratch.rewind()
-                main.follow(part, self._held_scratch.allocate(part.numel, main.weights.dtype))
+                at_once = min(stretch.at_once, stretch.world.numel)
+                main.follow(stretch.world, self._held_scratch.allocate(at_once, main.weights.dtype))
             return None
         joined = new(stretch.world.numel, dtype=main.dtype)
         for part, place in stretch.parts:
@@ -274,8 +275,7 @@ class FlatStep:
     def _store(self, stretch: Stretch, joined: Tensor | None, *, in_step: bool = False) -> None:
         for piece in stretch.pieces:
             piece.tensor.grad = None
-        for part, place in stretch.parts if stretch.unit.main.extra is not None else ():
-            stretch.unit.main.write(part, None if joined is None else joined[place], in_step=in_step)
+        stretch.unit.main.write(stretch.world, joined, at_once=stretch.at_once, in_step=in_step)
 
     # Memory ------------------------------------------------------------------------------------------------------
 

@@ -136,16 +136,17 @@ class MainWeights:
         return self._exposed and self.extra is not None and not self.needs_scratch
 
     def follow(self, piece: Interval, held: Tensor | None = None) -> None:
-        """Copy what the user has written to the weights into the master. `held`: scratch like the piece of the weights;
-        None: in parts."""
+        """Copy what the user has written to the weights into the master. `held`: scratch of the weights' dtype, for so
+        many elements at once; None: in new memory, AT_ONCE."""
         if not self.follows or self.extra is None:
             return
-        for part in in_parts(piece) if held is None else (piece,):
-            local = part.relative_to(self.interval.start).slice
-            weights = self.weights[local]
-            if not self._marks.are_same(part, weights) and follow_weights(
-                self.extra[local], weights, self.rounded, held
-            ):
+        start = self.interval.start
+        if self._marks.are_same(piece, self.weights[piece.relative_to(start).slice]):
+            return
+        for part in in_parts(piece, None if held is None else held.numel()):
+            local = part.relative_to(start).slice
+            room = None if held is None else held[: part.numel]
+            if follow_weights(self.extra[local], self.weights[local], self.rounded, room):
                 self._marks.forget()  # main has changed: weights as before would not be those of main any more
 
     def read(self, piece: Interval, scratch: Tensor | None = None) -> Tensor:
@@ -162,25 +163,32 @@ class MainWeights:
         join_remainder(self.weights[local], self.extra[local], scratch)
         return scratch
 
-    def write(self, piece: Interval, value: Tensor | None = None, *, in_step: bool = False) -> None:
+    def write(
+        self, piece: Interval, value: Tensor | None = None, *, at_once: int | None = None, in_step: bool = False
+    ) -> None:
         """After the optimizer has updated what `read` returned: set weights (and remainder) from it.
 
         Args:
             value: what `read` has returned; a joined copy is overwritten. None: the view.
+            at_once: the most elements of one operation; None: all.
             in_step: the next step will `follow` the same piece.
         """
         if self.extra is None:
             return
-        local = piece.relative_to(self.interval.start).slice
-        if self.needs_scratch:
-            assert value is not None, "a joined copy"
-            split_remainder(value, self.weights[local], self.extra[local])
-        else:
-            weights = self.weights[local].copy_(self.extra[local] if value is None else value)
-            if in_step and self._exposed:
-                self._marks.set(piece, weights)
+        start = self.interval.start
+        for part in in_parts(piece, at_once or piece.numel):
+            local = part.relative_to(start).slice
+            if self.needs_scratch:
+                assert value is not None, "a joined copy"
+                joined = value[part.relative_to(piece.start).slice]
+                split_remainder(joined, self.weights[local], self.extra[local])
             else:
-                self._marks.forget()
+                main = self.extra[local] if value is None else value[part.relative_to(piece.start).slice]
+                self.weights[local].copy_(main)
+        if in_step and self.follows:
+            self._marks.set(piece, self.weights[piece.relative_to(start).slice])
+        else:
+            self._marks.forget()
 
     def copy_to(self, out: Tensor) -> None:
         """Copy all of main to `out` [interval.numel], in any float dtype."""

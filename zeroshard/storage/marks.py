@@ -4,6 +4,7 @@
 
     word word word ... word
     word word word ... word
+    word word                   the last row may be shorter
     -----------------------
     sum  sum  sum  ... sum      of each column, modulo 2^64
     times a fixed random odd number for each column, added up: half of the mark
@@ -48,17 +49,10 @@ def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
     in_rows = words.numel() // COLUMNS * COLUMNS
     with _LOCK:
         torch.sum(words[:in_rows].view(-1, COLUMNS), 0, out=_SUMS)
-        _hash(_SUMS, _FOUND[:2])
-        _hash(words[in_rows:], _FOUND[2:])
+        _SUMS[: words.numel() - in_rows].add_(words[in_rows:])
+        torch.dot(_SUMS, _FACTORS, out=_FOUND[0])
+        torch.dot(torch.bitwise_right_shift(_SUMS, 32, out=_UPPER), _FACTORS, out=_FOUND[1])
         return ctypes.string_at(_FOUND.data_ptr(), _FOUND.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
-
-
-def _hash(words: Tensor, out: Tensor) -> None:
-    """Of at most `COLUMNS` words: multilinear hashes of the words and of their upper halves. (With `_LOCK` held.)"""
-    factors = _FACTORS[: words.numel()]
-    upper = torch.bitwise_right_shift(words, 32, out=_UPPER[: words.numel()])
-    torch.dot(words, factors, out=out[0])
-    torch.dot(upper, factors, out=out[1])
 
 
 def _random_factors() -> Tensor:
@@ -68,7 +62,7 @@ def _random_factors() -> Tensor:
 
 with torch.inference_mode(False):
     _FACTORS, (_SUMS, _UPPER) = _random_factors(), torch.empty(2, COLUMNS, dtype=torch.int64, device="cpu")
-    _FOUND = torch.empty(4, dtype=torch.int64, device="cpu")
+    _FOUND = torch.empty(2, dtype=torch.int64, device="cpu")
 _LOCK = Lock()
 """Held while these are written to and read: models of several threads have the same ones."""
 
