@@ -19,6 +19,7 @@ from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.runtime.outside_graphs import outside_graphs
 from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
@@ -162,6 +163,7 @@ class ShardedOptimizer(TorchOptimizer):
 
     # The loop ----------------------------------------------------------------------------------------------------
 
+    @outside_graphs
     def backward(
         self, loss: Tensor, *, scaler: LossScaler | None = None, weight: float | None = None, **kwargs: Any
     ) -> None:
@@ -192,6 +194,7 @@ class ShardedOptimizer(TorchOptimizer):
             with self.engine.reducer.expect_backward(scaled, is_plain=not kwargs.keys() - {"retain_graph"}):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    @outside_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradient so that its global norm is at most `max_norm`: in the step, or before it is changed or
         read (`step/clips.py`). Clips in a row act as in torch. Collective.
@@ -206,6 +209,7 @@ class ShardedOptimizer(TorchOptimizer):
         """
         return self._clips.by_norm(float(max_norm), float(norm_type), self._ask, needs_host=error_if_nonfinite)
 
+    @outside_graphs
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of the mean gradient to [-clip_value, clip_value], when `clip_grad_norm_` would scale it.
         All ranks must call it with the same value.
@@ -215,6 +219,7 @@ class ShardedOptimizer(TorchOptimizer):
         """
         self._clips.by_value(clip_value)
 
+    @outside_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]
         """Update main and weights from the reduced gradients, and free these. Collective. If no rank has any gradient,
@@ -252,9 +257,8 @@ class ShardedOptimizer(TorchOptimizer):
         if not skip:
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             if not self.agreement.is_updated:
-                self._update(
-                    self.agreement.active(control), self.clipping.update(mean, control.norm_to_clip), arguments
-                )
+                update = self.clipping.update(mean, control.norm_to_clip)
+                self._update(self.agreement.active(control), update, arguments)
             self.agreement.learn(control)
         else:
             words = "a step is skipped: gradient norm %s, loss scale %s"
@@ -269,6 +273,7 @@ class ShardedOptimizer(TorchOptimizer):
         with self.agreement.updating():
             self._state.steppers.step(self.param_groups, active, update, dict(arguments))
 
+    @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
         with as_tensors():

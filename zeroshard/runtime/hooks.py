@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -31,28 +31,9 @@ from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed, Results
+from zeroshard.runtime.outside_graphs import OutsideGraphs, called_by_torch
 from zeroshard.runtime.schedule import Schedule
 from zeroshard.storage.unit import Unit
-
-
-class OutsideGraphs(NotCopied, partial[Any]):
-    """A hook that torch.compile calls between two graphs without tracing it: it moves data and communicates.
-
-    A `partial`, because torch.compile would compile a Python `__call__` again for every class of modules.
-    """
-
-    def __new__(cls, hook: Callable[..., Any]) -> Self:
-        return super().__new__(cls, _outside_graphs()(hook))
-
-
-@functools.cache
-def _outside_graphs() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator of all hooks, made once: a module has two hooks, and to make it takes longer than to use it."""
-    import torch._dynamo  # slow to import, so not at the top; torch's optimizers import it as well
-
-    # Without `disable`, Dynamo compiles the hook once for each class of modules, up to its limit of 8, with many
-    # warnings (torch._dynamo.config.recompile_limit).
-    return torch._dynamo.disable(wrapping=False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Hooks(NotCopied):
@@ -276,6 +257,7 @@ def _before_gradient(schedule: weakref.ref[Schedule], unit: Unit, parameter: Ten
     """The gradient hook of a parameter. Its argument is the gradient."""
     of_parameter, of_unit = weakref.ref(parameter), weakref.ref(unit)
 
+    @called_by_torch
     def hook(grad: Tensor) -> None:
         alive, its_unit = schedule(), of_unit()
         if alive is None or its_unit is None:
@@ -301,6 +283,7 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
     the two averages weights."""
     unit_ref = weakref.ref(unit)
 
+    @called_by_torch
     def hook(parameter: nn.Parameter) -> None:
         alive, of_unit = schedule(), unit_ref()
         if alive is not None and of_unit is not None:

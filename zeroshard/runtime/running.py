@@ -27,6 +27,7 @@ from zeroshard.comm.recording import RECORDER, Kind, Range
 from zeroshard.errors import InvalidState
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import in_backward
+from zeroshard.runtime.outside_graphs import called_by_torch
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -125,6 +126,7 @@ class Running:
                 self._returned.add(node)
                 tensor.register_hook(partial(self._go_to, units))  # type: ignore[no-untyped-call]
 
+    @called_by_torch
     def _go_to(self, units: Sequence[Unit], grad: Tensor | None = None) -> None:
         """Backward has the gradient of an output of these units."""
         before, backward = self._at
@@ -132,6 +134,7 @@ class Running:
             _close(backward)
             self._at = units, _open("backward", units)
 
+    @called_by_torch
     def _go_on(self, units: Sequence[Unit], around: Sequence[Unit], grad: Tensor) -> None:
         """Backward has the gradient of an input of these units; `around`: of the call around theirs."""
         if list(self._at[0]) == list(units):  # else that input is an output of the next units, and they are reached

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from zeroshard.runtime.calls import (
     without_views,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
+from zeroshard.runtime.outside_graphs import called_by_torch
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
 from zeroshard.storage.unit import Unit
@@ -78,7 +80,7 @@ class Schedule(NotCopied):
             for leaf in differentiable(output):
                 # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
                 # an intermediate value) begins at its first gradient: `before_gradient`.
-                leaf.register_hook(lambda grad: self.begin_backward())  # type: ignore[no-untyped-call]
+                leaf.register_hook(self._on_grad_of_model)  # type: ignore[no-untyped-call]
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
@@ -163,9 +165,7 @@ class Schedule(NotCopied):
             made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
             if made:
                 hooked.update(made)
-                leaf.register_hook(  # type: ignore[no-untyped-call]
-                    lambda grad, made=made, graph=graph: self._on_output_grad(made, trail)
-                )
+                leaf.register_hook(partial(self._on_output_grad, made, trail, graph))  # type: ignore[no-untyped-call]
         if any(visit.graphs is trail.graphs for visit in hooked):
             trail.graphs.add(graph)
         return hooked
@@ -187,7 +187,13 @@ class Schedule(NotCopied):
 
     # Backward ----------------------------------------------------------------------------------------------------
 
-    def _on_output_grad(self, visits: Sequence[Visit], trail: Trail) -> None:
+    @called_by_torch
+    def _on_grad_of_model(self, grad: Tensor) -> None:
+        self.begin_backward()
+
+    @called_by_torch
+    def _on_output_grad(self, visits: Sequence[Visit], trail: Trail, graph: Graph, grad: Tensor) -> None:
+        """Backward has the gradient of an output. `graph` is here to live as long as the output's graph."""
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
@@ -322,6 +328,7 @@ class Schedule(NotCopied):
         self._trail = Trail()
         self._listed = [self._trail]
 
+    @called_by_torch
     def _end_backward(self) -> None:
         self._backward = None
         self.running.end_backward()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zeroshard.runtime.outside_graphs import called_by_torch
+
 _aten = torch.ops.aten
 
 IN_PLACE = {
@@ -90,6 +92,7 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
 
     @classmethod
+    @called_by_torch
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -1,0 +1,52 @@
+"""What torch.compile neither traces nor compiles, because it moves data and communicates.
+
+Three things call it from a compiled function: modules call hooks, the function itself calls methods of the optimizer,
+and the engine of autograd calls hooks on tensors, as a compiled function runs its backward between two graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ParamSpec, Self, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+from zeroshard.model.absent import NotCopied
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OutsideGraphs(NotCopied, partial[Any]):
+    """A hook of a module. A `partial`, because torch.compile would compile a Python `__call__` again for every class of
+    modules."""
+
+    def __new__(cls, hook: Callable[..., Any]) -> Self:
+        return super().__new__(cls, _disable()(hook))
+
+
+@functools.cache
+def _disable() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorator of all hooks, made once: a module has two hooks, and to make it takes longer than to use it."""
+    import torch._dynamo  # slow to import, so not at the top; torch's optimizers import it as well
+
+    # Without `disable`, Dynamo compiles the hook once for each class of modules, up to its limit of 8, with many
+    # warnings (torch._dynamo.config.recompile_limit).
+    return torch._dynamo.disable(wrapping=False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a method that a compiled function may call. (torch marks the methods of its optimizers so. It
+    imports the compiler at the first call.)"""
+    return torch._disable_dynamo(method)  # type: ignore[attr-defined]
+
+
+def called_by_torch(hook: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a function that only the engine of autograd calls: at no cost for a call, as there is one for each
+    gradient, the function has a mark that the compiler reads before it compiles a call."""
+    skip = _FrameAction.SKIP
+    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(skip, skip))  # the function, and what it calls
+    return hook
