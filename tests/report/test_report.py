@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,7 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
     whole = json.loads(path.read_text())
     for change, message in (
         (lambda: path.write_text("{"), "is not a plan file: it is not JSON"),
+        (lambda: path.write_text("[" * 100_000), "is not a plan file: it is not JSON (maximum recursion depth"),
         (lambda: path.write_text("[1]"), "is not a plan file: write one with zeroshard plan MODEL --save"),
         (lambda: path.write_text(json.dumps(whole | {"zeroshard plan": 7})), "of version 7, and this zeroshard reads"),
         (lambda: path.write_text(json.dumps(damage(whole, "planned.0.sent", "many"))), "[0], sent is damaged"),
@@ -329,6 +331,10 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     check(lambda text: text.replace('"loss": 1.5', '"loss": "low"'), r"damaged in line 4: loss is 'low'")
     check(lambda text: "]\n" + text, "damaged in line 1")
     check(lambda text: "[]\n" + text, "in line 1: expected an object with a kind")
+    check(lambda text: "[" * 100_000 + "\n" + text, "damaged in line 1: maximum recursion depth")
+    for value in ("Infinity", "NaN", "-1", "2.5", '"many"'):  # infinity raised OverflowError, and 2.5 was rounded
+        held = f'{{"kind": "memory", "step": 6, "held": {{"at most": {{"state": {value}}}}}}}\n'
+        check(lambda text, line=held: text + line, "is damaged: InvalidValue: state must be a whole number from 0")
     for key, value, found in (  # ranks 0 divided by zero, and the other numbers were rounded
         ("restarts", '"x"', "restarts must be a whole number from 0, found 'x'"),
         ("ranks", "0", "ranks must be a whole number from 1, found 0"),
@@ -398,4 +404,8 @@ def test_a_recorded_step_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is not a timeline") as caught:
             read_run(tmp_path)
         assert len(str(caught.value)) < 200 + len(str(path))
+    for key, value in (("ts", math.inf), ("dur", math.nan), ("ts", -1), ("dur", 10**30)):  # drawing them has raised
+        path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*events, events[-1] | {key: value}]}).encode()))
+        with pytest.raises(ValueError, match=f"is not a timeline: InvalidValue: {key} must be a number from 0 to"):
+            read_run(tmp_path)
     assert read_run(tmp_path, timeline=False).last == run.last

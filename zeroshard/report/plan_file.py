@@ -32,7 +32,7 @@ def read_plan(path: Path) -> Facts:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidValue(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValue(f"{path} is not a plan file: it is not JSON ({error})") from None
     if not isinstance(found, dict) or KEY not in found:
         raise InvalidValue(f"{path} is not a plan file: write one with zeroshard plan MODEL --save plan.json")

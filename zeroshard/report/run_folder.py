@@ -106,7 +106,7 @@ def _rows(path: Path, lines: list[str]) -> Iterator[Mapping[str, Any]]:
     for number, text in enumerate(lines, 1):
         try:
             row = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # A run that was killed may have written a part of its last line.
             if number == len(lines) and number > 1:
                 return
@@ -136,7 +136,7 @@ def _record(folder: Path, rows: list[Mapping[str, Any]]) -> RunRecord:
     return RunRecord(
         folder,
         steps=tuple(of("step")),
-        validations=tuple((int(row["step"]), _number(row["loss"])) for row in of("validation")),
+        validations=tuple((_whole("step", row["step"]), _number(row["loss"])) for row in of("validation")),
         starts=tuple(map(_start, of("start"))),
         measured=_measured(memory[0]) if memory else None,
     )
@@ -148,19 +148,25 @@ def _start(row: Mapping[str, Any]) -> Start:
         transport_named(transport)
     if "plan" in row:  # older versions did not write it
         as_plan(row["plan"])
-    for key, least in (("step", 0), ("ranks", 1), ("restarts", 0)):
-        if type(row[key]) is not int or row[key] < least:
-            raise InvalidValue(f"{key} must be a whole number from {least}, found {row[key]!r:.60}")
-    return Start(row["step"], row["ranks"], str(row["device"]), row["restarts"], transport)
+    step, ranks, restarts = (_whole(key, row[key], 1 if key == "ranks" else 0) for key in ("step", "ranks", "restarts"))
+    return Start(step, ranks, str(row["device"]), restarts, transport)
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:
     held = {str(phase): _kinds(kinds) for phase, kinds in row["held"].items()}
-    return Measured(int(row["step"]), held, held.pop("at most"))
+    return Measured(_whole("step", row["step"]), held, held.pop("at most"))
 
 
 def _kinds(kinds: Mapping[str, Any]) -> dict[str, int]:
-    return {str(kind): int(num_bytes) for kind, num_bytes in kinds.items()}
+    return {str(kind): _whole(kind, num_bytes) for kind, num_bytes in kinds.items()}
+
+
+def _whole(key: str, value: Any, least: int = 0) -> int:
+    """Raises:
+    ValueError: `value` is not a whole number from `least`."""
+    if type(value) is not int or value < least:
+        raise InvalidValue(f"{key} must be a whole number from {least}, found {value!r:.60}")
+    return value
 
 
 def _number(value: Any) -> float | None:

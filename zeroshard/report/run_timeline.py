@@ -12,6 +12,7 @@ from typing import Any
 
 from zeroshard.errors import InvalidValue
 from zeroshard.planning.time_model import Span
+from zeroshard.report.plan_file import MOST
 from zeroshard.runtime.timeline_event import covered
 
 FILE = "timeline-0.json.gz"
@@ -45,7 +46,7 @@ def read_timeline(folder: Path) -> MeasuredStep | None:
     try:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         spans = list(_spans([event for event in events if event["ph"] == "X"]))
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InvalidValue(f"{path} is not a timeline: {in_short(error)}") from error
     return MeasuredStep(tuple(spans))
 
@@ -55,14 +56,22 @@ def in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
+def _number(event: Mapping[str, Any], key: str) -> float:
+    """Raises:
+    ValueError: not a number of microseconds. (Nothing can be drawn at infinity.)"""
+    if not 0 <= float(event[key]) <= MOST:
+        raise InvalidValue(f"{key} must be a number from 0 to 2**63, found {event[key]!r:.60}")
+    return float(event[key])
+
+
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
     """Spans in the order in which they begin, in seconds since the first. Of the engine's phases, only those of the
     optimizer's step are computation."""
-    began = min((float(event["ts"]) for event in events), default=0.0)
-    for event in sorted(events, key=lambda one: (float(one["ts"]), -float(one["dur"]))):
+    began = min((_number(event, "ts") for event in events), default=0.0)
+    for event in sorted(events, key=lambda one: (_number(one, "ts"), -_number(one, "dur"))):
         kind, name, arguments = event["cat"], str(event["name"]), event["args"]
-        start = (float(event["ts"]) - began) / 1e6
-        place = str(arguments["unit"] or name), start, start + float(event["dur"]) / 1e6
+        start = (_number(event, "ts") - began) / 1e6
+        place = str(arguments["unit"] or name), start, start + _number(event, "dur") / 1e6
         if kind in ("forward", "backward"):
             yield Span("compute", place[0], kind, *place[1:])
         elif kind == "phase" and name.startswith("step"):
