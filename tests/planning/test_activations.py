@@ -116,6 +116,41 @@ def test_a_trace_is_what_real_tensors_take(recompute: bool) -> None:
     assert other.peak != pytest.approx(measured, rel=0.1), "the check would notice"
 
 
+class Grouped(nn.Module):
+    """Experts whose products are one operator, as in the mixtures of experts of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.ones(4, *shape)) for shape in ((8, 24), (24, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, 2, 5, 9], dtype=torch.int32)
+        for weight in (self.up, self.down):
+            x = functional.grouped_mm(x, weight, offs=ends)
+        return x.float().square().sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_products_of_groups_in_other_dtypes_than_bf16(precision: str) -> None:
+    """Without values torch takes bf16 alone, its kernels also take these. `fit` tries fp32, and would fail as well."""
+    build = partial(make, Grouped)
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+    workload = Workload(lambda: torch.ones(9, 8, dtype=dtype), loss_of)
+    traced = zeroshard.plan(build(), Configuration(precision=precision, device="cpu", workload=workload)).trace
+    assert traced is not None
+    model, live = build().to(dtype), Live()
+    drop_gradients(model)
+    for parameter in model.parameters():
+        live.note(parameter, counted=False)
+    with live:
+        loss = loss_of(model, torch.ones(9, 8, dtype=dtype))
+        assert (live.mark(), live.now) == (traced.forward, traced.saved)
+        loss.backward()
+    if precision == "fp32":  # in fp16 the engine has the gradients cast to fp32
+        assert live.mark() == traced.backward
+        assert fit(build(), 10**9, Configuration(ranks=2, workload=workload))
+
+
 def test_modules_and_precisions() -> None:
     traced, recomputed, half = trace(), trace(recompute=True), trace(precision="bf16")
     of_blocks = [traced.modules[f"blocks.{number}"] for number in range(3)]

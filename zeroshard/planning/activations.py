@@ -135,6 +135,24 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self.now -= num_bytes
 
 
+class _GroupsInAnyDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Without values torch computes products of groups in bf16 alone; its kernels take other dtypes, too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            return _product_of_groups(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _product_of_groups(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """A tensor of the product's shape: if one of the two is a stack of matrices, the other is divided into groups along
+    a dimension that remains; if both are matrices, along the one that is summed."""
+    groups = (len(a if offs is None else offs),) if a.dim() == b.dim() else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
+
+
 class _AttentionOfGPUs(TorchFunctionMode):
     """GPUs have kernels that draw the dropout of attention anew in backward, so they keep no matrix of scores. On a CPU
     only attention without dropout does so: it is traced instead."""
@@ -175,6 +193,7 @@ def _trace(
         if device_type != "cpu":
             stack.enter_context(_AttentionOfGPUs())
         stack.enter_context(_measured(model, live, modules))
+        stack.enter_context(_GroupsInAnyDtype())  # type: ignore[no-untyped-call]
         stack.enter_context(live)
         for name, parameter in fakes.items():
             live.note(parameter, counted=False)
