@@ -53,6 +53,26 @@ class Exits(Disturbing):
         raise SystemExit(3)
 
 
+class Buffered(Disturbing):
+    """With a buffer that is changed in place. `small`: of 4 bytes; else of 4 MB."""
+
+    def __init__(self, small: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1 if small else 1_000_000), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.5)  # type: ignore[operator]
+        return super().forward(inputs)
+
+
+def little_buffered() -> torch.nn.Module:
+    return Buffered(small=True)
+
+
+def columns(sequences: int, tokens: int | None) -> torch.Tensor:
+    return torch.zeros(sequences, 8)
+
+
 class Masks(Disturbing):
     def forward(self, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return inputs * mask
@@ -103,6 +123,19 @@ def test_for_programs_it_says_what_python_says(capsys: pytest.CaptureFixture[str
         planned = zeroshard.plan(Net(), Configuration(ranks=8, precision="bf16", units=Block))
     assert (found["sent"], found["checkpoint_bytes"] // 100) == (planned.sent, planned.checkpoint_bytes // 100)
     assert found["phases"]["backward"]["together"] == planned.peak and found["state"] == planned.state
+
+
+def test_buffers_that_are_large_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are in no column, and `--fit` does not count them: a plan of 2 kB would seem to fit into 1 MB. Nor are they
+    activations, where an operator returns them."""
+    here = "tests.cli.test_plan_command"
+    batch = ("--batch", 2, "--inputs", f"{here}:columns", "--json")
+    for options in ((), ("--fit", "1MB")):
+        text = said(capsys, "plan", f"{here}:Buffered", *options)
+        assert "without activations, and without the 4.00 MB of the model's buffers\n" in text
+        assert "the model's buffers" not in said(capsys, "plan", f"{here}:little_buffered", *options)
+    found = json.loads(said(capsys, "plan", f"{here}:Buffered", "--plan", "ddp", *batch))[0]
+    assert found["buffers"] == 4_000_000 and found["activations"]["forward"] < 2000
 
 
 def test_the_rank_that_holds_most_and_another_one(capsys: pytest.CaptureFixture[str]) -> None:

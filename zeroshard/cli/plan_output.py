@@ -21,6 +21,8 @@ _OUTSIDE = {
     "close": "close()",
 }
 """Phases that may hold more than a step, as calls."""
+_NEGLIGIBLE = 100
+"""Buffers are mentioned if they have this part of a plan's bytes: those of most models are a few kB."""
 _UNIT = ("unit", "elements", "in_full", "here", "held_in_full")
 _TIMES = ("compute", "update", "messages", "exposed", "step")
 
@@ -212,10 +214,13 @@ def _show_fullest(forecasts: list[Forecast]) -> None:
 
 
 def _what(forecast: Forecast) -> str:
-    """Says whether the bytes include activations."""
-    if forecast.trace is None:
-        return "without activations"
-    return "with activations and inputs, without what kernels allocate for themselves"
+    """Says whether the bytes include activations, and what the model's buffers add where they are not negligible."""
+    found = "without activations"
+    if forecast.trace is not None:
+        found = "with activations and inputs, without what kernels allocate for themselves"
+    if forecast.buffers * _NEGLIGIBLE <= forecast.whole_peak:
+        return found
+    return f"{found}, and without the {in_units(forecast.buffers)} of the model's buffers"
 
 
 def _run(forecast: Forecast) -> tuple[Any, ...]:
@@ -251,6 +256,7 @@ def _as_json(forecast: Forecast, machine: str | None, each_unit: bool = False) -
         "reduce_every_micro_batch": chosen.reduce_every_micro_batch,
         "parameters": forecast.num_parameters,
         "units": forecast.num_units,
+        "buffers": forecast.buffers,
         "unit_bytes": chosen.units if isinstance(chosen.units, int) else None,
         "phases": {
             name: vars(phase.held) | {"copies": phase.copies, "together": phase.num_bytes}

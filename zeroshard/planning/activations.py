@@ -195,6 +195,8 @@ def _trace(
         stack.enter_context(_measured(model, live, modules))
         stack.enter_context(_GroupsInAnyDtype())  # type: ignore[no-untyped-call]
         stack.enter_context(live)
+        for buffer in model.buffers():
+            live.note(buffer, counted=False)  # an operator that changes it in place returns it
         for name, parameter in fakes.items():
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)

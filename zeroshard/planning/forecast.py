@@ -159,6 +159,7 @@ class Forecast:
         configuration: what was planned.
         num_parameters: elements of all parameters.
         num_units: number of units.
+        buffers: bytes of the model's buffers (statistics, masks), which each rank holds beside all that is planned.
         phases: by name: "init" (model sharded, optimizer built), "load" (into a model that has not been trained),
             "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "state_dict",
             "close", each of these three "elsewhere" (with `device=` another device, or `rank0_only` on other ranks),
@@ -179,6 +180,7 @@ class Forecast:
     configuration: Configuration
     num_parameters: int
     num_units: int
+    buffers: int
     phases: Mapping[str, Phase]
     state: Mapping[str, int]
     padding: int
@@ -344,6 +346,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         configuration=found,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_units=len(specs),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
         phases=phases,
         state=_state_by_entry(training, needs),
         padding=sum(_padding(unit, training.rank) for unit in training.units),
