@@ -330,7 +330,7 @@ class Training:
         in_place = not borrowing
         scratch = [unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()] or [(0, 0)]
         of_shards, of_replicas = map(max, zip(*scratch, strict=True))
-        buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else IN_FLIGHT)
+        buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else min(IN_FLIGHT, len(scratch)))
         buffers += [PlannedBuffer("scratch", of_replicas)]
         if no_sync:
             more = beyond_turns(requests, {queue: number for queue, (number, _) in buckets.shared.items()})

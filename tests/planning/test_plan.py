@@ -237,6 +237,24 @@ def expect_cases(num_ranks: int, model: str, *, low_bit: bool) -> None:
     print(f"{len(cases)} configurations on {num_ranks} ranks: planned and measured are equal; {model}")
 
 
+def expect_one_unit(rank: int) -> None:
+    """Only one reduction is in flight at any time: there is one scratch for it, from the first step on."""
+    for plan, way, precision in itertools.product(("ddp", "zero1"), WAYS, ("fp32", "bf16")):
+        configuration = Configuration(
+            plan=plan, ranks=3, precision=precision, device="cpu", transport=way, rank=rank, optimizer="SGD"
+        )
+        with travelling(way):
+            planned, *_ = expect_measured(Planned(Tied, None), configuration)
+        (unit,) = planned.training.units
+        of_shards, of_replicas = unit.reduce_scratch(planned.training.topology, in_place=True)
+        scratch = [one.num_bytes for one in planned.training.pool() if one.kind == "scratch"]
+        assert scratch == [of_shards, of_replicas]
+
+
+def test_a_model_of_one_unit() -> None:
+    run_ranks(expect_one_unit, 3)
+
+
 @pytest.mark.by_gloo
 @pytest.mark.parametrize(("num_ranks", "model"), PARTS)
 def test_planned_is_measured(num_ranks: int, model: str) -> None:
