@@ -552,6 +552,9 @@ def test_bad_input() -> None:
         ({"transport": "pigeon"}, "transport must be one of"),
         ({"optimizer": "AdamV"}, "unknown optimizer 'AdamV'.*did you mean Adam"),
         ({"optimizer": "SGD:momentum"}, "expected name=value"),
+        ({"optimizer": "SGD:lr=1)(lr=2"}, "expected name=value"),
+        ({"optimizer": "SGD:**{}"}, "expected name=value"),
+        ({"optimizer": ()}, "expected one optimizer class"),
         ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
         ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),
         ({"optimizer": "SGD+AdamW+SGD"}, "or several different ones, found SGD, AdamW, SGD"),
@@ -570,6 +573,11 @@ def test_bad_input() -> None:
             fit(model, budget)  # type: ignore[arg-type]
 
 
+def test_options_of_an_optimizer_may_have_commas() -> None:
+    state = zeroshard.plan(on_meta(), Configuration(optimizer="Adam:betas=(0.8, 0.9),amsgrad=True,lr=1e-2")).state
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
 def test_other_types_are_named() -> None:
     """They were AttributeErrors of the planner's insides."""
     model, wrong = on_meta(), cast(Any, zeroshard.plan)
@@ -583,6 +591,7 @@ def test_other_types_are_named() -> None:
             lambda: wrong(model, Configuration(optimizer=cast(Any, torch.optim.SGD(linear.parameters())))),
             "expected an optimizer class or its name, found a SGD",
         ),
+        (lambda: wrong(model, Configuration(optimizer=cast(Any, None))), "class or its name, found None"),
     ):
         with pytest.raises(TypeError, match=message):
             call()

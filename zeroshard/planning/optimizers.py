@@ -132,12 +132,16 @@ def num_groups(needs: Needs) -> int:
 def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
     if isinstance(optimizers, str):
         yield from optimizers.split("+")
-    elif isinstance(optimizers, type) or (isinstance(optimizers, tuple) and isinstance(optimizers[-1], Mapping)):
+    elif isinstance(optimizers, type) or (
+        isinstance(optimizers, tuple) and optimizers and isinstance(optimizers[-1], Mapping)
+    ):
         yield optimizers
     elif isinstance(optimizers, torch.optim.Optimizer):
         raise InvalidType(
             f"expected an optimizer class or its name, found a {type(optimizers).__name__} with parameters"
         )
+    elif not isinstance(optimizers, Iterable):
+        raise InvalidType(f"expected an optimizer class or its name, found {optimizers!r:.80}")
     else:
         yield from optimizers  # type: ignore[misc]
 
@@ -202,12 +206,13 @@ def _classes_of(*modules: ModuleType) -> dict[str, OptimizerClass]:
 
 
 def _options(words: str) -> Options:
-    """ "momentum=0.9,nesterov=True" as a dict."""
-    options = {}
-    for word in filter(None, words.split(",")):
-        key, _, value = word.partition("=")
-        try:
-            options[key.strip()] = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):
-            raise InvalidValue(f"optimizer option {word!r}: expected name=value, as in SGD:momentum=0.9") from None
-    return options
+    """ "momentum=0.9,betas=(0.9, 0.99)" as a dict: the arguments of a call, all by name, and plain values."""
+    try:
+        call = ast.parse(f"f({words})", mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            given = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
+            if "**" not in given:
+                return given
+    except (ValueError, SyntaxError):
+        pass
+    raise InvalidValue(f"optimizer option {words!r}: expected name=value, as in SGD:momentum=0.9")
