@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from zeroshard.model.absent import NotCopied
 
@@ -47,6 +46,15 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
 def called_by_torch(hook: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a function that only the engine of autograd calls: at no cost for a call, as there is one for each
     gradient, the function has a mark that the compiler reads before it compiles a call."""
-    skip = _FrameAction.SKIP
-    set_code_exec_strategy(hook.__code__, _FrameExecStrategy(skip, skip))  # the function, and what it calls
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)  # the function, and what it calls
+        eval_frame.set_code_exec_strategy(hook.__code__, skip)
+    except (
+        ImportError,
+        AttributeError,
+        TypeError,
+    ):  # torch may change these private names
+        return outside_graphs(hook)
     return hook
