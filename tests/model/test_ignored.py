@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import make, plans_of, same_bits
+from zeroshard.model.managed import Managed
+from zeroshard.model.units import choose_units
 from zeroshard.planner import plan_memory
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -185,6 +187,22 @@ def test_one_that_is_checked_or_filled_from_nothing(tmp_path: Path) -> None:
             zeroshard.shard(build(rank), "zero3", values="check")
 
     run_ranks(check, 2)
+
+
+def test_one_name_is_not_its_letters() -> None:
+    """ "10" ignored the layers "1" and "0", and kept their weights in full: nothing was said."""
+    for one in ("10", nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+        if isinstance(one, nn.Module):
+            model[10] = one
+        ignored = Managed.without(model, one).left_alone(model)
+        assert ignored and {*ignored.values()} == {*model[10].parameters()}
+        alone = next(model[10].parameters())
+        assert [*Managed.without(model, alone).left_alone(model).values()] == [alone]
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    for keep, kept in (("10", ["10"]), (nn.Linear, [*map(str, range(12))])):
+        specs = choose_units(model, nn.Linear, None, keep_gathered=keep)
+        assert [spec.name for spec in specs if spec.stays] == kept
 
 
 def test_what_is_ignored_must_be_there() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidType, InvalidValue
 
-Ignored = Iterable[str | nn.Module | nn.Parameter]
+Ignored = str | nn.Module | nn.Parameter | Iterable[str | nn.Module | nn.Parameter]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Managed:
             ValueError: the model does not have one of these.
             TypeError: an item is neither a name nor a module nor a parameter.
         """
+        if isinstance(ignored, (str, nn.Module, nn.Parameter)):
+            ignored = [ignored]  # one; the letters of a name may be names of other modules
         tensors = {id(tensor) for one in ignored for tensor in _tensors_of(one, model)}
         return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors)) if tensors else cls()
 

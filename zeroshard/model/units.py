@@ -30,7 +30,7 @@ from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 
 Group = Sequence[nn.Module | str]
 UnitPolicy = type[nn.Module] | str | Sequence[type[nn.Module] | str | Group] | Callable[[nn.Module], bool] | int | None
-KeepGathered = bool | Sequence[Pattern]
+KeepGathered = bool | Pattern | Sequence[Pattern]
 DEFAULT_UNIT_BYTES = 32 << 20
 PART_BYTES = DEFAULT_UNIT_BYTES
 """An embedding or a head that the policy leaves to the root unit is a unit of its own, a root part, if its own
@@ -468,7 +468,7 @@ def kept_gathered(modules: Modules, specs: Sequence[UnitSpec], keep: KeepGathere
     if isinstance(keep, bool):
         return [replace(spec, stays=keep) for spec in specs]
     result = list(specs)
-    for pattern in keep:
+    for pattern in [keep] if isinstance(keep, (str, type)) else keep:
         matching = [
             any(matches(pattern, path, modules[path]) for path in (*spec.calls, *spec.gathered_by)) for spec in result
         ]
