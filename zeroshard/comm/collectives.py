@@ -184,7 +184,6 @@ class Collectives:
         over_shards = reduction if replicas.size == 1 else replace(reduction, divisor=1)
         sum_ = Sum(axis, moved, full, out, over_shards, "reduce_scatter", label(unit))
         at = self._begin("reduce_scatter", axis, f"reduce_scatter of unit {unit} ({phase})")
-        self.transport.look_at_terms(sum_)
         if axis.size > 1 and full.numel():
             itemsize = reduction.wire.itemsize
             num_bytes = moved.sent_to_reduce(axis.rank) * itemsize
@@ -192,6 +191,7 @@ class Collectives:
             with profiled("reduce_scatter", unit):
                 pending = self.transport.reduce(sum_).at_place(at, flight)
         else:
+            sum_.look()
             sum_.put(sum_.own)
             pending = Pending()
         if replicas.size == 1 or not full.numel():

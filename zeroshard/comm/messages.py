@@ -127,9 +127,9 @@ class Doubts:
         are_here: whether this rank has doubts.
     """
 
-    def __init__(self, look: Callable[[], None] | None) -> None:
+    def __init__(self, look: Callable[[], None]) -> None:
         """`look`: looks at the values of this rank, once, if any rank has doubts."""
-        self._look = look
+        self._look: Callable[[], None] | None = look
         self.are_here = False
 
     def __call__(self) -> None:

@@ -48,6 +48,7 @@ class NativeTransport(Transport):
         return Pending(self, works)
 
     def reduce(self, sum_: Sum) -> Pending:
+        sum_.look()
         axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
         if sum_.is_cast and wire.itemsize <= full.element_size():
             return self._reduce_narrow(sum_)

@@ -35,6 +35,7 @@ class PairwiseTransport(Transport):
         return Pending(self, works, announced=announced)
 
     def reduce(self, sum_: Sum) -> Pending:
+        sum_.look()
         # [Note: sums in rank order]
         # Every element is ((g0 + g1) + g2) + ..., whichever rank owns it: therefore all plans give the same bits.
         # Adding terms as they arrive, or the own term first, would be faster, but plans would differ

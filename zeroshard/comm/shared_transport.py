@@ -127,7 +127,10 @@ class SharedTransport(Transport):
             return self._otherwise.reduce(sum_)
         axis, full = sum_.axis, sum_.full
         announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes, location)
-        doubts = Doubts(sum_.reduction.look) if self.tells_of_doubts(sum_) else None
+        # The rank that sums tells of doubts when it acknowledges. In place, its sum overwrites its own terms.
+        doubts = None if sum_.is_in_place or sum_.reduction.look is None else Doubts(sum_.reduction.look)
+        if doubts is None:
+            sum_.look()
 
         def sum_from_peers() -> Sequence[Any]:
             own = sum_.portions.of_shard[axis.rank]
@@ -136,10 +139,6 @@ class SharedTransport(Transport):
             return self.messages.acknowledge(axis, sum_.kind, doubts)  # See [Note: who may write to shared memory]
 
         return Pending(self, (), sum_from_peers, announced)
-
-    def tells_of_doubts(self, sum_: Sum) -> bool:
-        # The rank that sums says so when it acknowledges. In place, its sum overwrites its own terms.
-        return not (sum_.is_cast or sum_.is_in_place) and self.memory.locate(sum_.full) is not None
 
     def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
         """The memory that a rank of the axis has announced. Callers must only read it."""

@@ -63,8 +63,8 @@ class Reduction:
         wire: the dtype in which terms are sent. Sums are taken in the wider of it and the terms' own dtype.
         divisor: divides the sum after it has been rounded to the terms' dtype.
         of_replicas: uint8, the scratch of the sum over replicas that follows; None: `scratch`.
-        look: looks at this rank's terms, as long as they are here, for the origin of a sum that is not finite. Called
-            before the sum, or only if some rank's sum may not be finite (`Transport.tells_of_doubts`).
+        look: looks at this rank's terms, as long as they are here, for the origin of a sum that is not finite: before
+            the sum, or, where each rank learns of it in time, only if some rank's sum may not be finite.
     """
 
     scratch: Tensor
@@ -116,6 +116,11 @@ class Sum:
     def places(self) -> list[Tensor]:
         """Where the sums of the own portions go, in `out`."""
         return parts(self.out, self.portions.inside(self.axis.rank))
+
+    def look(self) -> None:
+        """Look at this rank's terms now."""
+        if self.reduction.look is not None:
+            self.reduction.look()
 
     def take(
         self, of_peers: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], doubt: Callable[[], None] | None = None
@@ -192,16 +197,7 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, sum_: Sum) -> Pending:
-        """Start a sum. Nothing may write to the terms until the result has been waited for."""
-
-    def look_at_terms(self, sum_: Sum) -> None:
-        """Look at this rank's terms before a sum (`Reduction.look`), unless `reduce` does so where it has to."""
-        if sum_.reduction.look is not None and not self.tells_of_doubts(sum_):
-            sum_.reduction.look()
-
-    def tells_of_doubts(self, sum_: Sum) -> bool:
-        """Whether each rank learns that the sum may not be finite, while it still has its terms."""
-        return False
+        """Start a sum. Nothing may write to the terms until the result has been waited for. See `Reduction.look`."""
 
     @abstractmethod
     def all_to_all(

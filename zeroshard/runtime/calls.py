@@ -139,7 +139,7 @@ class Trail:
         self.graphs = Graphs()
 
 
-class Ahead:
+class ToCome:
     """What backward has not come to.
 
     Attributes:

@@ -51,10 +51,6 @@ def called_by_torch(hook: Callable[P, R]) -> Callable[P, R]:
 
         skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)  # the function, and what it calls
         eval_frame.set_code_exec_strategy(hook.__code__, skip)
-    except (
-        ImportError,
-        AttributeError,
-        TypeError,
-    ):  # torch may change these private names
-        return outside_graphs(hook)
+    except (ImportError, AttributeError, TypeError):
+        return outside_graphs(hook)  # torch has changed these private names
     return hook

@@ -22,7 +22,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.model.units import in_order_of_reduction
 from zeroshard.placement import PARTIAL
-from zeroshard.runtime.calls import Ahead
+from zeroshard.runtime.calls import ToCome
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
 from zeroshard.runtime.reductions import Reductions, scratch_bytes
@@ -44,7 +44,7 @@ class Reducer:
         visible: shows gradients in `p.grad`.
         origins: finds gradients of this rank that were not finite.
         single_uses: parameters whose gradients are not cast before they are here.
-        ahead: what backward has not come to.
+        to_come: what backward has not come to.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
@@ -57,7 +57,7 @@ class Reducer:
         self.visible = VisibleGradients(tuple(self.grads), collectives, ledger)
         self.origins = Origins(collectives.mesh.world.size)
         self.single_uses = SingleUses(tuple(self.grads))
-        self.ahead = Ahead()
+        self.to_come = ToCome()
         self._pool = pool
         self._cursor = 0
         self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
@@ -336,7 +336,7 @@ class Reducer:
             unit = self.order[self._cursor]
             if unit not in self.local:
                 grads = self.grads[unit]
-                if not grads.summed <= grads.ready or self.ahead.has(unit) or not self._may_start(unit):
+                if not grads.summed <= grads.ready or self.to_come.has(unit) or not self._may_start(unit):
                     return
                 self._launch(unit)
             self._cursor += 1
@@ -346,7 +346,7 @@ class Reducer:
         `units.py`."""
         if self._cursor < self._root_begins:
             return True
-        if self.ahead.has_gathers():
+        if self.to_come.has_gathers():
             return False
         waits_for = self._reductions.must_finish_before(unit)
         # Not if it waits for the one before it: computation would wait for all of that one.

@@ -54,7 +54,7 @@ class Reductions:
         of_units = [scratch_bytes(unit, collectives, in_place=in_place) for unit in grads] or [(0, 0)]
         num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
-        in_flight = 1 if is_alone else min(IN_FLIGHT, max(len(grads), 1))
+        in_flight = 1 if is_alone else min(IN_FLIGHT, len(of_units))
         self._free_scratch = deque(pool.buffer("scratch", num_bytes, self) for _ in range(in_flight))
         self._of_replicas = pool.buffer("scratch", of_replicas, self)
         # Units of the root have buckets of their own, so a reduction without scratch needs nothing more.

@@ -15,12 +15,12 @@ from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.transforms import given_tensors, under_transform
 from zeroshard.runtime.calls import (
     MOST_VISITS,
-    Ahead,
     Entry,
     Graph,
     Graphs,
     Needed,
     Results,
+    ToCome,
     Trail,
     Visit,
     differentiable,
@@ -60,7 +60,7 @@ class Schedule(NotCopied):
         self.num_modules = 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
-        self._ahead = Ahead()  # of the listed trails
+        self._to_come = ToCome()  # of the listed trails
         self._trail = Trail()  # of the last call of the model
         self._listed = [self._trail]  # the trails of forwards since the last backward, and those that this one came to
         self._trains = False  # whether a unit with trainable parameters has run since
@@ -71,7 +71,7 @@ class Schedule(NotCopied):
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
-        reducer.ahead = self._ahead
+        reducer.to_come = self._to_come
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -137,14 +137,14 @@ class Schedule(NotCopied):
             return
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
-            if not self._ahead.visits:  # else the casts are those of a forward that backward will come to
+            if not self._to_come.visits:  # else the casts are those of a forward that backward will come to
                 _forget_autocasts(self.gatherer.collectives.device)
             for unit in free:
-                self._ahead.without_graph[unit].append(self._ahead.visits[-1] if self._ahead.visits else None)
+                self._to_come.without_graph[unit].append(self._to_come.visits[-1] if self._to_come.visits else None)
             return
         if not in_backward():
             for unit in free:
-                self._ahead.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
+                self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around = self.running.around()
         visits = [Visit(unit, around, self._trail.graphs if end is End.RETURNED else Graphs()) for unit in free]
         if self._trains:
@@ -173,17 +173,17 @@ class Schedule(NotCopied):
     def _list(self, visits: Sequence[Visit]) -> None:
         """Backward will come to these."""
         if in_backward():
-            self._ahead.visits += [visit for visit in visits if self._is_first_seen(visit.unit)]
+            self._to_come.visits += [visit for visit in visits if self._is_first_seen(visit.unit)]
             return
-        self._ahead.visits += visits
+        self._to_come.visits += visits
         self._trail.visits += visits
-        if len(self._ahead.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
+        if len(self._to_come.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
             self._begin_anew()
 
     def _is_first_seen(self, unit: Unit) -> bool:
         """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
         forward ran without grad and left none, and an inner backward follows. Any other forward has left a visit."""
-        return unit not in self._at and all(visit.unit is not unit for visit in self._ahead.visits)
+        return unit not in self._at and all(visit.unit is not unit for visit in self._to_come.visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -205,19 +205,19 @@ class Schedule(NotCopied):
         with torch.no_grad():
             if trail not in self._listed and any(visit.graphs is trail.graphs for visit in visits):
                 self._listed.append(trail)
-                self._ahead.visits[:0] = trail.visits  # it is older than those that are listed
-            waiting = [index for index, visit in enumerate(self._ahead.visits) if visit in visits]
+                self._to_come.visits[:0] = trail.visits  # it is older than those that are listed
+            waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
                 return
             self._visit_from(waiting[-1] + 1)
-            del self._ahead.visits[waiting[0] :]
+            del self._to_come.visits[waiting[0] :]
             self._come_to(units, around)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
         Backward is done with the units that ran after it: visit them first."""
-        marks = [self._ahead.without_graph[unit].pop() for unit in units if self._ahead.without_graph.get(unit)]
+        marks = [self._to_come.without_graph[unit].pop() for unit in units if self._to_come.without_graph.get(unit)]
         checkpoint = torch._C._current_autograd_node()
         if not marks or self._backward is None or checkpoint is self._recomputed:
             return  # later visits belong to this checkpoint
@@ -227,7 +227,7 @@ class Schedule(NotCopied):
             self._come_to([])
 
     def _place_behind(self, visit: Visit) -> int:
-        return self._ahead.visits.index(visit) + 1 if visit in self._ahead.visits else len(self._ahead.visits)
+        return self._to_come.visits.index(visit) + 1 if visit in self._to_come.visits else len(self._to_come.visits)
 
     def _show_what_is_read_again(self) -> None:
         """Show weights that a second backward will read, in the buffers where they have stayed. Others may come before
@@ -238,8 +238,8 @@ class Schedule(NotCopied):
 
     def _visit_from(self, first: int) -> None:
         """Visit the units of the visits from number `first` on, the last one first."""
-        while len(self._ahead.visits) > first:
-            visit = self._ahead.visits.pop()
+        while len(self._to_come.visits) > first:
+            visit = self._to_come.visits.pop()
             self._come_to([visit.unit], visit.around)
 
     def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
@@ -258,7 +258,7 @@ class Schedule(NotCopied):
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
         has gradients for it: then ask again later."""
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
-        if unit in next_units or unit.spec.of_root or self._ahead.has(unit):
+        if unit in next_units or unit.spec.of_root or self._to_come.has(unit):
             return True
         return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
 
@@ -319,12 +319,12 @@ class Schedule(NotCopied):
     def _forget(self) -> None:
         """Drop the records of forwards and of this backward."""
         self._begin_anew()
-        self._ahead.without_graph.clear()
+        self._to_come.without_graph.clear()
         self._recomputed, self._trains = None, False
         self._at.clear()
 
     def _begin_anew(self) -> None:
-        self._ahead.visits.clear()
+        self._to_come.visits.clear()
         self._trail = Trail()
         self._listed = [self._trail]
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.gather import Gatherer
@@ -148,14 +150,13 @@ def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
 def _count_writes(units: Sequence[Unit], before: Sequence[Sequence[int]], collectives: Collectives) -> None:
     """What one rank has written to is new on all of them: a backward of an older graph, which compares versions, raises
     on every rank or on none. `before`: `Versions.writes` of each unit. Collective."""
-    now = [unit.weights.versions.writes() for unit in units]
-    written = [
-        [slot for slot, number in enumerate(of_unit) if number != old[slot]]
-        for of_unit, old in zip(now, before, strict=True)
+    mine = [
+        [int(number != old) for number, old in zip(unit.weights.versions.writes(), of_unit, strict=True)]
+        for unit, of_unit in zip(units, before, strict=True)
     ]
-    of_ranks = collectives.exchange_objects(written, "handle.unsharded()")
-    for number, unit in enumerate(units):
-        unit.weights.versions.renew({index for of_rank in of_ranks for index in of_rank[number]} - {*written[number]})
+    of_all = iter(collectives.add_up(on_device([*chain(*mine)], collectives.device), "handle.unsharded()").tolist())
+    for unit, of_unit in zip(units, mine, strict=True):
+        unit.weights.versions.renew({slot for slot, own in enumerate(of_unit) if next(of_all) and not own})
 
 
 def expect_none_written(units: Sequence[Unit]) -> None:

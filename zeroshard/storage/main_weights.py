@@ -178,13 +178,12 @@ class MainWeights:
         start = self.interval.start
         for part in in_parts(piece, at_once or piece.numel):
             local = part.relative_to(start).slice
+            given = None if value is None else value[part.relative_to(piece.start).slice]
             if self.needs_scratch:
-                assert value is not None, "a joined copy"
-                joined = value[part.relative_to(piece.start).slice]
-                split_remainder(joined, self.weights[local], self.extra[local])
+                assert given is not None, "a joined copy"
+                split_remainder(given, self.weights[local], self.extra[local])
             else:
-                main = self.extra[local] if value is None else value[part.relative_to(piece.start).slice]
-                self.weights[local].copy_(main)
+                self.weights[local].copy_(self.extra[local] if given is None else given)
         if in_step and self.follows:
             self._marks.set(piece, self.weights[piece.relative_to(start).slice])
         else:
