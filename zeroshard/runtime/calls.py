@@ -139,17 +139,52 @@ class Trail:
         self.graphs = Graphs()
 
 
+@dataclass(frozen=True, eq=False)
+class Unrecorded:
+    """A forward of a unit without grad, which a reentrant checkpoint may run again.
+
+    Attributes:
+        behind: the last visit before it.
+        inside: units whose calls are around it; their visits come after it.
+        within: the checkpoint whose recomputation it was a part of.
+    """
+
+    behind: Visit | None
+    inside: frozenset[Unit]
+    within: Node | None
+
+
 class ToCome:
     """What backward has not come to.
 
     Attributes:
         visits: in the order of the forwards.
-        without_graph: the last visit before each forward without grad; at most `MOST_VISITS` of each unit.
+        without_graph: forwards without grad; the last `MOST_VISITS` of each unit.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
-        self.without_graph: dict[Unit, deque[Visit | None]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
+        self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
+
+    def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
+        behind, within = self.visits[-1] if self.visits else None, torch._C._current_autograd_node()
+        self.without_graph[unit].append(Unrecorded(behind, inside, within))
+
+    def runs_again(self, unit: Unit, within: Node | None) -> Unrecorded | None:
+        """The forward without grad that a checkpoint runs again now, if there was one. `within`: this checkpoint."""
+        forwards = self.without_graph[unit]
+        for forward in reversed(forwards):
+            if forward.within is not within:  # else this checkpoint runs it for the first time, in one inside of it
+                forwards.remove(forward)
+                return forward
+        return None
+
+    def begin_of(self, unrecorded: Unrecorded) -> int:
+        """The number of the first visit after this forward."""
+        behind = unrecorded.behind
+        if behind is None:
+            return 0
+        return self.visits.index(behind) + 1 if behind in self.visits else len(self.visits)
 
     def has_gathers(self) -> bool:
         """Whether backward will come to a unit whose gather has not begun."""

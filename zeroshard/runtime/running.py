@@ -108,6 +108,10 @@ class Running:
                 return End.RETURNED if sys.exception() is handled else End.RAISED
         return End.NOT_BEGUN
 
+    def units(self) -> frozenset[Unit]:
+        """Those of the running calls."""
+        return frozenset(unit for units, _, _ in self._calls for unit in units)
+
     def around(self) -> tuple[Unit, ...]:
         """The units of the running calls that are gathered for them, the outermost first. Not root parts that no call
         has reached yet: what has run does not depend on them."""

@@ -63,6 +63,7 @@ class Schedule(NotCopied):
         self._to_come = ToCome()  # of the listed trails
         self._trail = Trail()  # of the last call of the model
         self._listed = [self._trail]  # the trails of forwards since the last backward, and those that this one came to
+        self._evaluates = False  # whether a call of the model runs that began without grad, so no backward comes to it
         self._trains = False  # whether a unit with trainable parameters has run since
         self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
         self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
@@ -85,6 +86,8 @@ class Schedule(NotCopied):
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
         is_scope = any(unit.weights.scopes for unit in self.gatherer.units)
+        if not (self.running or in_backward()):
+            self._evaluates = not torch.is_grad_enabled()
         if self._trail.visits and not (self.running or in_backward() or is_scope):
             self._trail = Trail()
             self._listed.append(self._trail)
@@ -115,7 +118,7 @@ class Schedule(NotCopied):
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self.running.begin(units, inputs)
         needed.begin()
-        if makes_graph and in_backward():
+        if in_backward():
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
@@ -126,6 +129,7 @@ class Schedule(NotCopied):
         units = needed.units
         if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
+        evaluates, self._evaluates = self._evaluates, self._evaluates and bool(self.running)
         needed.end()
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         self._show_what_is_read_again()
@@ -139,8 +143,9 @@ class Schedule(NotCopied):
         if not torch.is_grad_enabled():
             if not self._to_come.visits:  # else the casts are those of a forward that backward will come to
                 _forget_autocasts(self.gatherer.collectives.device)
-            for unit in free:
-                self._to_come.without_graph[unit].append(self._to_come.visits[-1] if self._to_come.visits else None)
+            inside = self.running.units() | self._at.keys()
+            for unit in () if evaluates else free:
+                self._to_come.ran_without_grad(unit, inside)
             return
         if not in_backward():
             for unit in free:
@@ -216,18 +221,16 @@ class Schedule(NotCopied):
 
     def _return_to(self, units: Sequence[Unit]) -> None:
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
-        Backward is done with the units that ran after it: visit them first."""
-        marks = [self._to_come.without_graph[unit].pop() for unit in units if self._to_come.without_graph.get(unit)]
+        Backward is done with the units that ran after it: visit them first. Not with those around it, whose parameters
+        the checkpoint may use as well."""
         checkpoint = torch._C._current_autograd_node()
-        if not marks or self._backward is None or checkpoint is self._recomputed:
-            return  # later visits belong to this checkpoint
+        first = [forward for unit in units if (forward := self._to_come.runs_again(unit, checkpoint)) is not None]
+        if not first or self._backward is None or checkpoint is self._recomputed or not torch.is_grad_enabled():
+            return  # later visits belong to this checkpoint, or it will be run again once more
         self._recomputed = checkpoint
         with torch.no_grad():
-            self._visit_from(max(0 if mark is None else self._place_behind(mark) for mark in marks))
-            self._come_to([])
-
-    def _place_behind(self, visit: Visit) -> int:
-        return self._to_come.visits.index(visit) + 1 if visit in self._to_come.visits else len(self._to_come.visits)
+            self._visit_from(max(map(self._to_come.begin_of, first)))
+            self._come_to([unit for unit in self._at if any(unit in forward.inside for forward in first)])
 
     def _show_what_is_read_again(self) -> None:
         """Show weights that a second backward will read, in the buffers where they have stayed. Others may come before
@@ -250,7 +253,10 @@ class Schedule(NotCopied):
         task = torch._C._current_graph_task_id()
         # An inner backward (of a reentrant checkpoint) has a higher id. While it runs, it is unknown whether the outer
         # backward has more gradients for the units that it was at: they stay in `_at` until the outer one goes on.
-        unfinished = {unit: of for unit, of in self._at.items() if of < task or not self._leave(unit, units)}
+        # Nor is it done with units around these: a checkpoint in their calls may have gradients that the graph has not.
+        unfinished = {
+            unit: of for unit, of in self._at.items() if of < task or unit in around or not self._leave(unit, units)
+        }
         self._at = dict.fromkeys(units, task) | unfinished
         self.gatherer.enter_backward([*around, *units])
 

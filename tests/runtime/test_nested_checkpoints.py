@@ -1,0 +1,89 @@
+"""Activation checkpoints inside calls of units, and inside one another, with units inside units.
+
+The graph of a backward does not show what a reentrant checkpoint contains, so under ZeRO-3 a unit was reduced although
+a checkpoint inside of its call still had gradients for it. The backward then raised.
+"""
+
+from __future__ import annotations
+
+import warnings
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroshard
+from tests.kit import travelling
+from zeroshard.testing import run_ranks
+
+KINDS = (None, False, True)
+"""None: no checkpoint; else `use_reentrant`."""
+
+
+def run(kind: bool | None, part: Any, x: Tensor) -> Any:
+    return part(x) if kind is None else checkpoint(part, x, use_reentrant=kind)
+
+
+class Part(nn.Module):
+    """`inner`: a checkpoint around all but `before`, in its own forward; `last`: whether `before` runs after that."""
+
+    def __init__(self, inner: bool | None, last: bool) -> None:
+        super().__init__()
+        self.before, self.norm, self.scale = nn.Linear(4, 4), nn.LayerNorm(4), nn.Parameter(torch.ones(4))
+        self.inner, self.last = inner, last
+
+    def body(self, x: Tensor) -> Any:
+        return self.norm(torch.tanh(x)) * self.scale
+
+    def forward(self, x: Tensor) -> Any:
+        y = run(self.inner, self.body, x if self.last else self.before(x))
+        return x + y + self.before(x) if self.last else x + y
+
+
+class Outer(Part):
+    """`around`: a checkpoint around each part inside."""
+
+    def __init__(self, inner: bool | None, around: bool | None, inner_of_parts: bool | None, last: bool) -> None:
+        super().__init__(inner, last)
+        self.parts, self.around = nn.ModuleList(Part(inner_of_parts, last) for _ in range(2)), around
+
+    def body(self, x: Tensor) -> Any:
+        for part in self.parts:
+            x = run(self.around, part, x)
+        return super().body(x)
+
+
+def trained(rank: int, plan: str, units: Any, *kinds: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Outer(*kinds), Outer(*kinds), nn.Linear(4, 4))
+    handle = zeroshard.shard(model, plan, units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    inputs = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(rank))
+    for step in range(2):
+        model(inputs[2 * step]).square().mean().backward()
+        with torch.no_grad():  # an evaluation, which no backward comes to
+            model(inputs[2 * step + 1])
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(handle.full_state_dict().values())
+
+
+def check(rank: int, ranks: int) -> None:
+    # A checkpoint inside of a reentrant one is first called without grad.
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+    cases = product(((Part,), (Outer, Part), (Outer, nn.Linear)), KINDS, KINDS, KINDS, (False, True))
+    for number, (units, *kinds) in enumerate(case for case in cases if True in case[1:4]):
+        if number % 2 != ranks % 2:
+            continue
+        expected = trained(rank, "ddp", units, *kinds)
+        for plan in ("zero3", "zero2")[: 1 + (number % 5 == 0)]:
+            with travelling("pairwise" if number % 3 else "shared"):
+                found = trained(rank, plan, units, *kinds)
+            assert all(map(torch.equal, found, expected)), (plan, units, kinds)
+
+
+def test_checkpoints_inside_units_and_inside_one_another() -> None:
+    for ranks in (2, 3):
+        run_ranks(check, ranks, ranks, collective_timeout=30)
