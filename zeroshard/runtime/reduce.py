@@ -217,7 +217,7 @@ class Reducer:
         if is_reduced and self._position_of[unit] < self._cursor:
             raise InvalidState(
                 f"{unit.layout.slots[index].name} got a second gradient in one backward, after its unit has been "
-                "reduced: its module runs in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) "
+                "reduced: the unit runs in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) "
                 "(torch DDP asks for the same)"
             )
         if self._complete_but_seen:  # the user's hooks have run for the previous gradient by now
