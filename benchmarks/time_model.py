@@ -54,10 +54,10 @@ class Probe:
         self.memory = collectives.allocate(num_bytes, collectives.device)  # peers can map it as long as this lives
         self.full = self.memory.view(torch.float32)
         self.own = self.full.view(ranks, -1)[collectives.mesh.shard.rank]
-        needed = collectives.transport.reduce_scratch_bytes(
+        needed = collectives.transport.scratch_of_each(
             self.full.numel(), torch.float32, torch.float32, ranks, 1, in_place=True
         )
-        scratch = torch.empty(needed, dtype=torch.uint8)
+        scratch = torch.empty(max(needed), dtype=torch.uint8)
         self.reduction = Reduction(scratch, torch.float32, ranks)
 
     @property

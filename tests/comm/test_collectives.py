@@ -33,6 +33,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.portions import Portions
@@ -69,8 +70,9 @@ def reduce_scatter(
 ) -> Tensor:
     mesh = collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
-    transport = collectives.transport if collectives.is_shared(full) else collectives.transport.fallback
-    num_bytes = transport.reduce_scratch_bytes(full.numel(), full.dtype, wire, *sizes, in_place=in_place)
+    is_sent = collectives.transport.name == "shared" and not collectives.is_shared(full)
+    transport = PairwiseTransport if is_sent else collectives.transport
+    num_bytes = max(transport.scratch_of_each(full.numel(), full.dtype, wire, *sizes, in_place=in_place))
     reduction = Reduction(torch.empty(num_bytes, dtype=torch.uint8), wire)
     own = full.view(mesh.shard.size, -1)[mesh.shard.rank]
     out = own if in_place else torch.full_like(own, 99)
@@ -139,7 +141,7 @@ def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(rank: int,
     collectives = Collectives(Mesh.of(None), CommLog())
     shared, mine = collectives.transport, slice(rank * 512, (rank + 1) * 512)
     native = NativeTransport(collectives.messages, collectives.log)
-    ways = {"shared": shared, "pairwise": shared.fallback, "native": native}
+    ways = {"shared": shared, "pairwise": PairwiseTransport(shared.messages, shared.log), "native": native}
     for way, (dtype, wire), in_place, case in itertools.product(ways, DTYPES, (True, False), cases):
         collectives.transport = ways[way]
         assert collectives.transport.name == way

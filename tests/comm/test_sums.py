@@ -122,8 +122,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert row.device == device and waits == []
     pending = SimpleNamespace(wait=lambda: None)
     add_up = lambda axis, numbers: SimpleNamespace(at_place=lambda at, flight: pending)  # noqa: E731
-    transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
-    collectives.transport = SimpleNamespace(fallback=transport)
+    collectives.transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
     sums = collectives.begin_sum(row, control.CONTROL)
     for weight in (None, 2.0):  # what a device concludes before
         Verdict(control.Question(sums.on_device, sums.read), weight, 1.0, 2, 3).update(

@@ -65,7 +65,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     assert main.extra is not None and main.extra.shape == (4,) and main.extra.dtype == torch.float32
 
     grads.full.copy_(gradient(rank))
-    num_bytes = PairwiseTransport.reduce_scratch_bytes(16, FP16, FP16, 4, 1, in_place=True)
+    num_bytes = max(PairwiseTransport.scratch_of_each(16, FP16, FP16, 4, 1, in_place=True))
     reduction = Reduction(torch.empty(num_bytes, dtype=torch.uint8), FP16)
     collectives.reduce_scatter(grads.full, grads.shard, reduction, unit="u", phase="backward").wait()
     assert torch.equal(grads.full[own.slice], sum(gradient(r) for r in range(4))[own.slice])

@@ -64,7 +64,7 @@ class Collectives:
     """The collectives of one mesh, logged.
 
     Attributes:
-        transport: moves full buffers. Small rows, and sums over replicas, use its fallback.
+        transport: moves the bytes.
         beside: the stream on which exchanges that follow each other are queued; None: the host starts them.
         device: of control data, and of all tensors passed in.
         samples: of gathered weights, to compare between ranks.
@@ -97,7 +97,7 @@ class Collectives:
     def _try_to_share(self) -> None:
         """Switch to shared memory if every rank can read every other rank's."""
         self.transport = (
-            SharedTransport.between(self.mesh.world, self.transport, self.exchange_objects) or self.transport
+            SharedTransport.between(self.mesh.world, self.messages, self.log, self.exchange_objects) or self.transport
         )
         self.log.clear()
 
@@ -196,7 +196,7 @@ class Collectives:
             pending = Pending()
         if replicas.size == 1 or not full.numel():
             return pending
-        return self._replicas.follow(self.chain(pending), sum_, reduction, self.transport.fallback, unit, phase)
+        return self._replicas.follow(self.chain(pending), sum_, reduction, self.transport, unit, phase)
 
     def chain(self, pending: Pending) -> Chain:
         """The chain of exchanges that begins with `pending`. What follows a reduction must use its group, or one that
@@ -339,7 +339,7 @@ class Collectives:
 
     def _start_sum(self, numbers: Tensor, at: Wait) -> Reading:
         """Start to sum over all ranks. Overwrites `numbers`."""
-        world, transport = self.mesh.world, self.transport.fallback
+        world, transport = self.mesh.world, self.transport
         if world.size > 1:
             sent = transport.sent_to_add_up(numbers.nbytes, world.size)
             flight = self.log.start("exchange", "control", "step", sent, common=numbers.nbytes)
@@ -363,7 +363,7 @@ class Collectives:
             gather = Gather(world, everything(full.numel(), world.size), full, own, "exchange")
             flight = self._log_gather("exchange", gather, "control", "step")
             with profiled("exchange", "control"):
-                pending = self.transport.fallback.gather(gather).at_place(at, flight)
+                pending = self.transport.gather(gather).at_place(at, flight)
             pending.wait()
         if self.device.type != "cpu":
             with _waiting(at, self.device):

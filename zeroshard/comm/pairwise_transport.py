@@ -7,20 +7,21 @@ hidden memory, and sums in rank order, `((g0 + g1) + g2) + ...`, whichever rank 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.transport import Gather, Sum, Transport
+from zeroshard.comm.transport import Gather, Sum, Transport, TransportName
 from zeroshard.layout.sums import carve, parts, split_like
 
 
 class PairwiseTransport(Transport):
     """Needs a group in which many messages, told apart by tags, may be in flight at once."""
 
-    name = "pairwise"
+    name: ClassVar[TransportName] = "pairwise"
 
     def gather(self, gather: Gather) -> Pending:
         axis, full, of_shard = gather.axis, gather.full, gather.portions.of_shard

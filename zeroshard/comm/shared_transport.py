@@ -13,45 +13,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.common import Common
 from zeroshard.comm.mesh import Axis
-from zeroshard.comm.messages import Announcement, Doubts
+from zeroshard.comm.messages import Announcement, Doubts, Messages
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.pipes import Connecting, connected
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
-from zeroshard.comm.transport import Gather, Sum, Transport, is_same_place
+from zeroshard.comm.transport import Gather, Sum, is_same_place
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 
 
-class SharedTransport(Transport):
-    """Handles buffers that lie in shared memory and need no cast. All others use the pairwise transport."""
+class SharedTransport(PairwiseTransport):
+    """A pairwise transport, except for what is announced, lies in shared memory, and needs no cast."""
 
     name = "shared"
     reads_peers = True
     lays_side_by_side = True
     memory: SharedMemory
 
-    def __init__(self, otherwise: Transport, memory: SharedMemory, processes: Mapping[int, Process]) -> None:
+    def __init__(
+        self, messages: Messages, log: CommLog, memory: SharedMemory, processes: Mapping[int, Process]
+    ) -> None:
         """`processes`: global rank -> process, in the order of the mesh, including this rank."""
-        super().__init__(otherwise.messages, otherwise.log)
-        self._otherwise, self.memory, self._processes = otherwise, memory, processes
+        super().__init__(messages, log)
+        self.memory, self._processes = memory, processes
 
     @classmethod
-    def between(cls, world: Axis, otherwise: Transport, exchange: Callable[[Any], list[Any]]) -> SharedTransport | None:
+    def between(
+        cls, world: Axis, messages: Messages, log: CommLog, exchange: Callable[[Any], list[Any]]
+    ) -> SharedTransport | None:
         """The shared transport, or None if some rank cannot read another's memory: the same answer on all ranks.
         Collective.
 
         Args:
-            otherwise: the transport for buffers that do not lie in shared memory.
             exchange: gathers a JSON-able value of every rank, in rank order.
         """
         if not hasattr(os, "memfd_create"):  # only Linux has it
             return None
         known = connected(world.group)
         if known is not None:  # another mesh of the same group has made the trial already
-            otherwise.messages.pipes = known.pipes
-            return cls(otherwise, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
+            messages.pipes = known.pipes
+            return cls(messages, log, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
         memory = SharedMemory()
         probe = Probe(memory, world.rank, world.size)
         pipes = Connecting(world.group, world.ranks[world.rank], world.ranks)
@@ -67,24 +71,18 @@ class SharedTransport(Transport):
             rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, of_memory, strict=True)
         }
         if are_connected:
-            otherwise.messages.pipes = pipes.start(processes)
-        return cls(otherwise, memory, processes)
-
-    @property
-    def fallback(self) -> Transport:
-        return self._otherwise
-
-    @classmethod
-    def fallback_type(cls) -> type[Transport]:
-        return PairwiseTransport
+            messages.pipes = pipes.start(processes)
+        return cls(messages, log, memory, processes)
 
     def gather(self, gather: Gather) -> Pending:
+        if not gather.about:  # small rows, and sums over replicas
+            return super().gather(gather)
         common = self.memory.common_of(gather.own)
         if common is not None:
             return self._announce_shard(gather, common)
         location = self.memory.locate(gather.own)
         if location is None:
-            return self._otherwise.gather(gather)
+            return super().gather(gather)
         axis, full, moved = gather.axis, gather.full, gather.portions
         # [Note: who may write to shared memory]
         # A peer reads the announced memory at any later time, and computes with it if shards lie side by side. Nothing
@@ -122,9 +120,9 @@ class SharedTransport(Transport):
 
     def reduce(self, sum_: Sum) -> Pending:
         # A peer reads the buffer in the dtype in which it is held: terms that must be cast have to be sent.
-        location = None if sum_.is_cast else self.memory.locate(sum_.full)
+        location = None if sum_.is_cast or not sum_.about else self.memory.locate(sum_.full)
         if location is None:
-            return self._otherwise.reduce(sum_)
+            return super().reduce(sum_)
         axis, full = sum_.axis, sum_.full
         announced = self.messages.announce(axis, sum_.kind, sum_.about, sum_.num_bytes, location)
         # The rank that sums tells of doubts when it acknowledges. In place, its sum overwrites its own terms.
@@ -145,24 +143,16 @@ class SharedTransport(Transport):
         process = self._processes[announced.axis.ranks[rank]]
         return self.memory.peer(process, announced.location(rank), like)
 
-    def all_to_all(
-        self, axis: Axis, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> Pending:
-        return self._otherwise.all_to_all(axis, out, data, received, sent)
-
-    def add_up(self, axis: Axis, numbers: Tensor) -> Pending:
-        return self._otherwise.add_up(axis, numbers)
-
-    @staticmethod
-    def sent_to_add_up(num_bytes: int, num_ranks: int) -> int:
-        return PairwiseTransport.sent_to_add_up(num_bytes, num_ranks)
-
-    @staticmethod
-    def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
+    @classmethod
+    def scratch_of_each(
+        cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
+    ) -> tuple[int, int]:
+        sizes = super().scratch_of_each(numel, grad, wire, num_shards, num_replicas, in_place=in_place)
         if wire != grad:
-            return PairwiseTransport.scratch_bytes(numel, num_ranks, grad, wire, in_place=in_place)
+            return sizes
         # In place, the running sum is kept for one cache-sized block at a time; with two ranks it needs no scratch.
-        return min(CACHED_NUMEL, numel // num_ranks) * wire.itemsize if in_place and num_ranks > 2 else 0
+        block = min(CACHED_NUMEL, numel // num_shards) * wire.itemsize if in_place and num_shards > 2 else 0
+        return block, sizes[1]
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return self.memory.allocate(num_bytes) if device.type == "cpu" else super().allocate(num_bytes, device)
@@ -189,6 +179,3 @@ class SharedTransport(Transport):
             if process != self.memory.process:
                 self.memory.map_segments(process, segments)
         meet()
-
-    def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
-        self._otherwise.meet_at(point, axes)

@@ -58,8 +58,8 @@ class Reduction:
     """How terms are summed.
 
     Attributes:
-        scratch: uint8, at least `Transport.reduce_scratch_bytes(...)` bytes, or `scratch_of_each` if the sum over
-            replicas has its own. Nothing else may use it until the result has been waited for.
+        scratch: uint8, as large as `Transport.scratch_of_each` says: for the sum over shards, or, without
+            `of_replicas`, for the larger of the two. Nothing else may use it until the result has been waited for.
         wire: the dtype in which terms are sent. Sums are taken in the wider of it and the terms' own dtype.
         divisor: divides the sum after it has been rounded to the terms' dtype.
         of_replicas: uint8, the scratch of the sum over replicas that follows; None: `scratch`.
@@ -182,15 +182,6 @@ class Transport(ABC):
     def __init__(self, messages: Messages, log: CommLog) -> None:
         self.messages, self.log = messages, log
 
-    @property
-    def fallback(self) -> Transport:
-        """The transport for small rows, and for exchanges that are not announced."""
-        return self
-
-    @classmethod
-    def fallback_type(cls) -> type[Transport]:
-        return cls
-
     @abstractmethod
     def gather(self, gather: Gather) -> Pending:
         """Start a gather. The own shard of `full` is filled in already."""
@@ -223,23 +214,16 @@ class Transport(ABC):
         cast for sending. `in_place`: the sum goes to the own shard of the reduced buffer."""
 
     @classmethod
-    def reduce_scratch_bytes(
-        cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
-    ) -> int:
-        """Scratch bytes of one `Collectives.reduce_scatter` of `numel` elements, if the sum over shards and the sum
-        over replicas use the same bytes, one after the other."""
-        return max(cls.scratch_of_each(numel, grad, wire, num_shards, num_replicas, in_place=in_place))
-
-    @classmethod
     def scratch_of_each(
         cls, numel: int, grad: torch.dtype, wire: torch.dtype, num_shards: int, num_replicas: int, *, in_place: bool
     ) -> tuple[int, int]:
-        """Scratch bytes of the sum over shards, and of the sum over replicas."""
+        """Scratch bytes of one `Collectives.reduce_scatter` of `numel` elements: of the sum over shards, and of the sum
+        over replicas."""
         shard, over_shards, over_replicas = numel // num_shards, 0, 0
         if num_shards > 1:
             over_shards = cls.scratch_bytes(numel, num_shards, grad, wire, in_place=in_place)
         if num_replicas > 1:
-            over_replicas = cls.fallback_type().scratch_bytes(shard, num_replicas, grad, wire, in_place=True)
+            over_replicas = cls.scratch_bytes(shard, num_replicas, grad, wire, in_place=True)
         return over_shards, over_replicas
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:

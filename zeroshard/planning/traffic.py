@@ -160,7 +160,7 @@ def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
 def _control(training: Training, schedule: Schedule) -> Counter[CommEvent]:
     num_flags = sum(len(unit.layout.slots) for unit in training.units if unit.spec.trainable) + schedule.num_scalers
     topology = training.topology
-    num_ranks, transport = topology.num_shards * topology.num_replicas, topology.transport.fallback_type()
+    num_ranks, transport = topology.num_shards * topology.num_replicas, topology.transport
     sent = [
         transport.sent_to_add_up(size, num_ranks)
         for size in packet_sizes(row_numbers(schedule.num_groups, num_flags, num_ranks))
