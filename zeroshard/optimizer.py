@@ -27,7 +27,6 @@ from zeroshard.step.clipping import Clipping
 from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
-from zeroshard.step.joined import JoinedOptimizer
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import Classes, ParamGroups, defaults_of
 from zeroshard.step.stepper import FullState, Stepper, Update
@@ -305,7 +304,7 @@ class ShardedOptimizer(TorchOptimizer):
             self.groups.expect_unchanged()
             self.look_for_newcomers()
             if self._join_config.enable:
-                self._uneven_inputs.announce(self.joined(), norm_type, arguments or {})
+                self._uneven_inputs.announce(self, norm_type, arguments or {})
         self.agreement.ask(self.clipping, dict(arguments or {}), norm_type)
 
     # Param groups ------------------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ class ShardedOptimizer(TorchOptimizer):
             if self.engine.take_newcomers(self.groups.parameters()):
                 self.rebuild()
 
-    # For checkpoints and joins -----------------------------------------------------------------------------------
+    # For checkpoints ---------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors that this optimizer holds, by kind."""
@@ -384,10 +383,6 @@ class ShardedOptimizer(TorchOptimizer):
     def scaling(self) -> LossAccount:
         """The losses since the last step, and the default scaler."""
         return self.agreement.losses
-
-    def joined(self) -> JoinedOptimizer:
-        """The interface for a join."""
-        return JoinedOptimizer(self)
 
 
 def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Parameter]) -> None:

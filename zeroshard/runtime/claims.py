@@ -6,7 +6,7 @@ Optimizers are referenced weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,7 +18,10 @@ from zeroshard.storage.unit import Unit
 
 
 class Owner(Protocol):
-    """An optimizer, as the engine sees it."""
+    """An optimizer, as the engine sees it. The methods for a join: see `TorchOptimizer`."""
+
+    agreement: Any
+    groups: Any
 
     def rebuild(self) -> None:
         """Plan anew: more parameters need updates than before."""
@@ -29,8 +32,12 @@ class Owner(Protocol):
     def let_go(self) -> None:
         """Free all of them: the handle is being closed."""
 
-    def joined(self) -> Any:
-        """Its interface for a join (`join.JoinedOptimizer`)."""
+    def look_for_newcomers(self) -> None: ...
+    def step_values(self) -> dict[str, Any]: ...
+    def _step_as(self, values: Mapping[str, Any]) -> None: ...
+    def _agree_as(self, norm_type: float) -> None: ...
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any: ...
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any: ...
 
 
 class Claims:

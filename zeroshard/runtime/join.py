@@ -12,9 +12,9 @@ reductions, and updates its part of main with the others' hyper-parameters. So a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -23,34 +23,11 @@ from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.orders import Orders, Voice
 from zeroshard.comm.profiling import span
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import During
-from zeroshard.runtime.loss_ledger import Loss, LossAccount
+from zeroshard.runtime.loss_ledger import Loss
 from zeroshard.storage.weights import Residency
-
-
-class Agreement(Protocol):
-    used_up: bool
-    losses: LossAccount
-
-    def situation(self, orders: Voice) -> dict[str, Any]: ...
-
-
-class ParamGroups(Protocol):
-    def hyper_parameters(self) -> list[dict[str, Any]]: ...
-    def set_hyper_parameters(self, groups: Sequence[Mapping[str, Any]]) -> None: ...
-
-
-class JoinedOptimizer(Protocol):
-    """See `step/joined.py`."""
-
-    agreement: Agreement
-    groups: ParamGroups
-
-    def step_values(self) -> dict[str, Any]: ...
-    def step_as(self, values: Mapping[str, Any]) -> None: ...
-    def agree_as(self, norm_type: float) -> None: ...
-    def around_steps(self, before: Callable[..., None], after: Callable[..., None]) -> tuple[Any, Any]: ...
 
 
 @contextmanager
@@ -147,7 +124,7 @@ class Part:
         """`weight`: the weight of a follower that has no losses in a step."""
         self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
         self._units = {unit.name: unit for unit in engine.units}
-        self._optimizers: list[JoinedOptimizer] = [owner.joined() for owner in engine.claims.owners()]
+        self._optimizers: list[Owner] = engine.claims.owners()
         self._acts: dict[str, Callable[..., None]] = {
             "gather": self._gather,
             "backward": self._begin_backward,
@@ -195,7 +172,7 @@ class Part:
             self._orders.end_told()
             self._voice.note_step(self._engine.reducer.visible.version)
 
-        return optimizer.around_steps(before, after)
+        return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
 
     # Following -------------------------------------------------------------------------------------------------------
 
@@ -235,13 +212,13 @@ class Part:
 
     def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:
         self._come_into(situation, self._optimizers[optimizer])
-        self._optimizers[optimizer].agree_as(norm_type)
+        self._optimizers[optimizer]._agree_as(norm_type)
 
     def _step(self, optimizer: int, values: dict[str, Any], situation: dict[str, Any]) -> None:
         self._come_into(situation, self._optimizers[optimizer])
-        self._optimizers[optimizer].step_as(values)
+        self._optimizers[optimizer]._step_as(values)
 
-    def _come_into(self, situation: dict[str, Any], optimizer: JoinedOptimizer) -> None:
+    def _come_into(self, situation: dict[str, Any], optimizer: Owner) -> None:
         """Wait for gathers in flight, and set gradients, loss scales and weights as on a rank that has inputs."""
         for unit in self._engine.units:
             if unit.weights.state is Residency.GATHERING:
@@ -253,7 +230,7 @@ class Part:
         optimizer.agreement.used_up = situation["used_up"]
 
 
-def _expect_tellable(optimizer: JoinedOptimizer) -> None:
+def _expect_tellable(optimizer: Owner) -> None:
     """Raises:
     ValueError: a hyper-parameter that cannot be sent as JSON in an order."""
     for group in optimizer.groups.hyper_parameters():

@@ -92,7 +92,7 @@ class Agreement:
     """The agreement of one optimizer with its counterparts on the other ranks.
 
     Attributes:
-        follows: whether this rank is a follower of a join, and carries out orders (see `joined.py`).
+        follows: whether this rank is a follower of a join, and carries out orders (`runtime/join.py`).
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
         ahead: whether updates go ahead of the answer.

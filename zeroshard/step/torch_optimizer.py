@@ -20,7 +20,8 @@ from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import Destination
 from zeroshard.step.agreement import Agreement
-from zeroshard.step.joined import JoinedOptimizer
+from zeroshard.step.clipping import Clipping
+from zeroshard.step.control import Control
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.state_dict import StateDicts
@@ -34,6 +35,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     engine: Engine
     groups: ParamGroups
     agreement: Agreement
+    clipping: Clipping
     _state: OptimizerState
     _uneven_inputs: UnevenInputs
 
@@ -47,8 +49,12 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         """Take parameters that no optimizer has."""
 
     @abstractmethod
-    def joined(self) -> JoinedOptimizer:
-        """The interface for a join."""
+    def agree(self, norm_type: float | None = None) -> Control:
+        """The control exchange of `clip_grad_norm_` and `step`."""
+
+    @abstractmethod
+    def look_for_newcomers(self) -> None:
+        """Look for parameters that begin to train."""
 
     # State -------------------------------------------------------------------------------------------------------
 
@@ -131,6 +137,25 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         with self.agreement.updating():
             return self._state.steppers.call(name, (args, kwargs), self.param_groups)
 
+    # In a join (`runtime/join.py`, `uneven_inputs.py`) -----------------------------------------------------------
+
+    def step_values(self) -> dict[str, Any]:
+        """The values that a step depends on besides gradients, state and loss scales, JSON-able."""
+        clipping = self.clipping
+        return {"groups": self.groups.hyper_parameters(), "clip": clipping.factor, "clip_value": clipping.value}
+
+    def _step_as(self, values: Mapping[str, Any]) -> None:
+        """On a follower: step with the `step_values` of another rank."""
+        self.groups.set_hyper_parameters(values["groups"])
+        self.clipping.factor, self.clipping.value = values["clip"], values["clip_value"]
+        with self.agreement.following():
+            self.step()
+
+    def _agree_as(self, norm_type: float) -> None:
+        """On a follower: take part in the control exchange of the other ranks' `clip_grad_norm_`."""
+        with self.agreement.following():
+            self.agree(norm_type)
+
     # Torch's own tools -------------------------------------------------------------------------------------------
 
     @property
@@ -151,7 +176,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         if not self.engine.plan.external_gradients:
             raise InvalidValue("Join: this optimizer belongs to a sharded model: use `with handle.join():`")
         self._uneven_inputs.divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        return FollowerHook(self, self.joined(), self._uneven_inputs)
+        return FollowerHook(self, self._uneven_inputs)
 
     @property
     def join_device(self) -> torch.device:

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Joinable, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from zeroshard.errors import InvalidState
+from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.loss_ledger import Loss
-from zeroshard.step.joined import JoinedOptimizer
 
 
 class UnevenInputs:
@@ -36,7 +36,7 @@ class UnevenInputs:
         self.divides_by_all = True
         self._given = False  # whether the followers have the gradients of this step
 
-    def announce(self, optimizer: JoinedOptimizer, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
+    def announce(self, optimizer: Owner, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
         """Called on a rank that has inputs, before the control exchange. Collective.
 
         Args:
@@ -46,7 +46,7 @@ class UnevenInputs:
         Raises:
             RuntimeError: a rank has run out of inputs, and cannot follow this call.
         """
-        losses = optimizer.losses
+        losses = optimizer.agreement.losses
         optimizer.agreement.ahead.forget()  # a rank without inputs carries out orders
         told = {
             "norm_type": norm_type,
@@ -72,7 +72,7 @@ class UnevenInputs:
             self._give(rows, follows=False)
         self._given = norm_type is not None
 
-    def follow(self, optimizer: JoinedOptimizer) -> None:
+    def follow(self, optimizer: Owner) -> None:
         """Called on a rank that has run out of inputs: take part in one step of the others. Collective."""
         try:
             while not self._follow_once(optimizer):
@@ -82,7 +82,7 @@ class UnevenInputs:
                 for parameter in unit.parameters:
                     parameter.grad = None
 
-    def _follow_once(self, optimizer: JoinedOptimizer) -> bool:
+    def _follow_once(self, optimizer: Owner) -> bool:
         """Take part in one exchange of the others. Returns whether it was the step."""
         optimizer.look_for_newcomers()
         rows = self._engine.collectives.exchange_objects(None)
@@ -90,14 +90,14 @@ class UnevenInputs:
         self._give(rows, follows=True)
         with self._engine.ledger.backward(Loss(told["scale"], told["weighted"])):
             self._engine.reducer.begin_backward()
-        default = optimizer.losses.default
-        used = [default] if told["scaled"] and default is not None else []
-        optimizer.losses.use_as(used, 0.0 if told["weighted"] else 1.0)
+        losses = optimizer.agreement.losses
+        used = [losses.default] if told["scaled"] and losses.default is not None else []
+        losses.use_as(used, 0.0 if told["weighted"] else 1.0)
         self._given = told["norm_type"] is not None
         if self._given:
-            optimizer.agree_as(told["norm_type"])
+            optimizer._agree_as(told["norm_type"])
         else:
-            optimizer.step_as(told["step"])
+            optimizer._step_as(told["step"])
         return not self._given
 
     @torch.no_grad()
@@ -122,13 +122,12 @@ class UnevenInputs:
 class FollowerHook(JoinHook):
     """What torch's `Join` calls on a rank that has run out of inputs, once for each forward of the others."""
 
-    def __init__(self, joinable: Joinable, optimizer: JoinedOptimizer, inputs: UnevenInputs) -> None:
-        """`joinable`: the optimizer, as torch's `Join` has it."""
-        self._joinable, self._optimizer, self._inputs = joinable, optimizer, inputs
+    def __init__(self, optimizer: Any, inputs: UnevenInputs) -> None:
+        self._optimizer, self._inputs = optimizer, inputs
 
     def main_hook(self) -> None:
         self._inputs.follow(self._optimizer)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All ranks have run out of inputs: disable torch's join in the optimizer, so that later steps are normal."""
-        self._joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+        self._optimizer._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
