@@ -10,14 +10,21 @@ that this rank holds. All other operations raise, and the message says what to w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from zeroshard.errors import InvalidState
+from zeroshard.model.absent import as_tensors
 from zeroshard.runtime.outside_graphs import called_by_torch
+from zeroshard.storage.gradients import GradState
+from zeroshard.storage.unit import Unit
+
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 
@@ -48,36 +55,23 @@ EACH = {
 }
 
 
-class Holder(Protocol):
-    """Has the values. `edit` and `norm` raise if the gradient is not what plain torch would have in `p.grad`."""
-
-    def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
-        """Apply `operation` to the flat part that this rank holds. Every rank must do the same; `operands` are compared
-        between ranks."""
-
-    def norm(self, norm_type: float) -> Tensor:
-        """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
-
-    def replace(self, values: Tensor) -> None:
-        """Let these be the parameter's gradient, set by hand."""
-
-    def explain(self, what: str) -> NoReturn:
-        """Raise an error that says what is possible instead of `what`."""
-
-
 class ShardedGradient(Tensor):
     """See the module's note."""
 
-    holder: Holder
+    # Weak: a parameter, whose `grad` this is, must not keep the model alive.
+    _visible_ref: weakref.ref[Any]
+    _unit_ref: weakref.ref[Unit]
+    _index: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, holder: Holder) -> ShardedGradient:
-        """`like`: NaN in the parameter's shape: what code that bypasses the dispatch would read."""
+    def __new__(cls, like: Tensor, visible: object, unit: Unit, index: int) -> ShardedGradient:
+        """`like`: NaN in the parameter's shape: what code that bypasses the dispatch would read. `visible`: the
+        `VisibleGradients` of the model."""
         gradient = Tensor._make_subclass(cls, like)
-        gradient.holder = holder
+        gradient._visible_ref, gradient._unit_ref, gradient._index = weakref.ref(visible), weakref.ref(unit), index
         return gradient
 
-    def __init__(self, like: Tensor, holder: Holder) -> None:
+    def __init__(self, like: Tensor, visible: object, unit: Unit, index: int) -> None:
         pass
 
     @property
@@ -86,7 +80,8 @@ class ShardedGradient(Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.holder.replace(values)
+        with as_tensors():
+            _living(self._unit_ref).parameters[self._index].grad = values.detach()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
@@ -102,21 +97,71 @@ class ShardedGradient(Tensor):
             return first
         if func in IN_PLACE and isinstance(first, ShardedGradient) and _are_scalars(args[1:], kwargs):
             operands = [*args[1:], *kwargs.values()]
-            first.holder.edit(lambda part: func(part, *args[1:], **kwargs), _name(func), operands)
+            first._edit(lambda part: func(part, *args[1:], **kwargs), _name(func), operands)
             return first
         if func in EACH and all(isinstance(one, ShardedGradient) for one in args[0]) and _are_scalars(args[1:], kwargs):
             for one in args[0]:
                 operands = [*args[1:], *kwargs.values()]
-                one.holder.edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func), operands)
+                one._edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func), operands)
             return None
         if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
-            return [one.holder.norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
+            return [one._norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
         if func is _aten.linalg_vector_norm.default and isinstance(first, ShardedGradient):
             dim = args[2] if len(args) > 2 else kwargs.get("dim")
             if dim is None or len(dim) in (0, first.dim()):
-                return first.holder.norm(float(args[1]) if len(args) > 1 else 2.0)
+                return first._norm(float(args[1]) if len(args) > 1 else 2.0)
         sharded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGradient)]
-        sharded[0].holder.explain(_name(func))
+        sharded[0]._explain(_name(func))
+
+    def _edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
+        """Apply `operation` to the flat part that this rank holds. Every rank must do the same; `operands` are compared
+        between ranks."""
+        if what != "zero_":
+            self._expect_final(what)
+        _living(self._visible_ref).edit(_living(self._unit_ref), self._index, operation, what, operands)
+
+    def _norm(self, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
+        self._expect_final("norm")
+        norm: Tensor = _living(self._visible_ref).norm(_living(self._unit_ref), self._index, norm_type)
+        return norm
+
+    def _explain(self, what: str) -> NoReturn:
+        name = _living(self._unit_ref).layout.slots[self._index].name
+        if "_amp_" in what:
+            raise InvalidState(
+                f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
+                "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
+            )
+        raise InvalidState(
+            f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
+            f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
+            "In place it can be multiplied, divided, clamped and zeroed, its norm can be taken, and torch.nn.utils can "
+            "clip it. A step is that of a zeroshard.ShardedOptimizer, not of a plain one"
+        )
+
+    def _expect_final(self, what: str) -> None:
+        """Raises:
+        RuntimeError: the gradient is not what plain torch would have in `p.grad`."""
+        unit = _living(self._unit_ref)
+        state, name = unit.grads.state, unit.layout.slots[self._index].name
+        if state is not GradState.REDUCED:
+            raise InvalidState(
+                f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
+                "of no_sync() and the step"
+            )
+        if not _living(self._visible_ref).final:
+            raise InvalidState(
+                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, and so is the gradient "
+                "until the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
+            )
+
+
+def _living(reference: weakref.ref[T]) -> T:
+    found = reference()
+    if found is None:
+        raise InvalidState("the handle of this gradient is gone")
+    return found
 
 
 def _are_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

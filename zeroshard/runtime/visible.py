@@ -25,7 +25,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -268,7 +268,7 @@ class VisibleGradients:
         parameter = unit.parameters[index]
         dtype = parameter.grad_dtype or parameter.dtype
         nan = torch.full((), torch.nan, dtype=dtype, device=grads.buffer.shard.device)
-        return ShardedGradient(nan.expand(parameter.shape), _Holder(self, unit, index))
+        return ShardedGradient(nan.expand(parameter.shape), self, unit, index)
 
     def edited(self) -> Items:
         """For the comparison between ranks: for each parameter, the operations on its gradient."""
@@ -330,65 +330,3 @@ class VisibleGradients:
 
 def _norm_of(norm_type: float) -> str:
     return f"the {norm_type:g}-norm of a p.grad (p.grad.norm(), torch.nn.utils.clip_grad_norm_)"
-
-
-class _Holder:
-    """Has the values of the `ShardedGradient` of one slot. Its references are weak: a parameter, whose `grad` leads
-    here, must not keep the model alive."""
-
-    def __init__(self, visible: VisibleGradients, unit: Unit, index: int) -> None:
-        self._visible_ref, self._unit_ref, self._index = weakref.ref(visible), weakref.ref(unit), index
-
-    @property
-    def _visible(self) -> VisibleGradients:
-        visible = self._visible_ref()
-        if visible is None:
-            raise InvalidState("the handle of this gradient is gone")
-        return visible
-
-    @property
-    def _unit(self) -> Unit:
-        unit = self._unit_ref()
-        if unit is None:
-            raise InvalidState("the handle of this gradient is gone")
-        return unit
-
-    def edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
-        if what != "zero_":
-            self._expect_final(what)
-        self._visible.edit(self._unit, self._index, operation, what, operands)
-
-    def norm(self, norm_type: float) -> Tensor:
-        self._expect_final("norm")
-        return self._visible.norm(self._unit, self._index, norm_type)
-
-    def replace(self, values: Tensor) -> None:
-        with as_tensors():
-            self._unit.parameters[self._index].grad = values.detach()
-
-    def explain(self, what: str) -> NoReturn:
-        name = self._unit.layout.slots[self._index].name
-        if "_amp_" in what:
-            raise InvalidState(
-                f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
-                "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
-            )
-        raise InvalidState(
-            f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
-            f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
-            "In place it can be multiplied, divided, clamped and zeroed, its norm can be taken, and torch.nn.utils can "
-            "clip it. A step is that of a zeroshard.ShardedOptimizer, not of a plain one"
-        )
-
-    def _expect_final(self, what: str) -> None:
-        state, name = self._unit.grads.state, self._unit.layout.slots[self._index].name
-        if state is not GradState.REDUCED:
-            raise InvalidState(
-                f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
-                "of no_sync() and the step"
-            )
-        if not self._visible.final:
-            raise InvalidState(
-                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, and so is the gradient "
-                "until the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
-            )
