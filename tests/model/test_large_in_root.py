@@ -339,7 +339,7 @@ class Waits:
 
         def noted_finish(reductions: Any) -> None:
             unit, grads, _ = reductions._arriving[0]
-            if not grads.has_arrived:  # else this rank does not wait for a peer
+            if not grads.buffer.pending.has_arrived:  # else this rank does not wait for a peer
                 note(unit)
             finish(reductions)
 

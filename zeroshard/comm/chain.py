@@ -88,8 +88,8 @@ class Chain(Pending):
         return Pending(self._of, [self._beside.event()]).at_place(pending.at, flight)
 
     @property
-    def is_last(self) -> bool:
-        return not self._following
+    def goes_on(self) -> bool:
+        return bool(self._following)
 
     @property
     def has_arrived(self) -> bool:

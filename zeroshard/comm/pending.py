@@ -100,9 +100,9 @@ class Pending:
     # For exchanges that follow each other (`Chain`). A single one is the first and the last.
 
     @property
-    def is_last(self) -> bool:
-        """Whether no exchange follows the one in progress."""
-        return True
+    def goes_on(self) -> bool:
+        """Whether exchanges follow the one in progress."""
+        return False
 
     def wait_for_one(self) -> None:
         """Wait for the exchange in progress, and start none."""

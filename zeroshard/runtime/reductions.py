@@ -137,7 +137,7 @@ class Reductions:
         room = self._empty if scratch is None else scratch.storage
         grads.reduce(self._collectives, room, self._of_replicas.storage, look)
         self._arriving.append((unit, grads, scratch))
-        if grads.goes_on:
+        if grads.buffer.pending.goes_on:
             self._not_over.append((unit, grads))
             self._go_on()
 
@@ -151,12 +151,12 @@ class Reductions:
         while self._read_by_peers:  # by nobody: they send
             self._release_oldest()
         for _, grads in self._not_over[: -self._lag]:
-            grads.advance()
+            grads.buffer.pending.advance()
 
     def finish_early(self) -> None:
         """Where ranks read each other's memory, sum what all peers are ready for. Otherwise this rank would do so only
         when it needs a bucket, and would then wait until its peers have done the same."""
-        while self._lag is None and self._arriving and self._arriving[0][1].has_arrived:
+        while self._lag is None and self._arriving and self._arriving[0][1].buffer.pending.has_arrived:
             self._finish_oldest()
 
     def _free_all(self) -> None:
@@ -174,8 +174,8 @@ class Reductions:
     def end(self) -> None:
         """Wait for everything at the end of a backward. One bucket of each queue stays held for the next one."""
         self._free_all()
-        while sum(grads.advance() for _, grads in self._not_over):  # of each one, before any is waited for
-            pass
+        while sum(grads.buffer.pending.advance() for _, grads in self._not_over):
+            pass  # one exchange of each, before any is waited for
         for _, grads in self._not_over:
             grads.arrive()
         self._not_over.clear()
@@ -197,7 +197,7 @@ class Reductions:
         unit, grads = self._read_by_peers.popleft()
         # Before the bucket is given to another unit, whose gradients overwrite it: a peer may still be reading. See
         # [Note: who may write to shared memory] in `shared_transport.py`.
-        grads.release_in_part()
+        grads.buffer.release_in_part()
         self.close(unit, grads)
 
     def close(self, unit: Unit, grads: Gradients) -> None:

@@ -68,6 +68,7 @@ class FlatBuffer:
         is_apart: whether each slot has a tensor of its own (`slot_buffer.py`).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
         is_arriving: whether a redistribution is in progress.
+        pending: the last redistribution.
     """
 
     is_apart: ClassVar[bool] = False
@@ -76,7 +77,6 @@ class FlatBuffer:
         "_allocate",
         "_cut",
         "_lasting",
-        "_pending",
         "_storage",
         "borrows",
         "full",
@@ -84,6 +84,7 @@ class FlatBuffer:
         "is_guest",
         "layout",
         "most",
+        "pending",
         "placement",
         "rank",
         "resting",
@@ -107,7 +108,7 @@ class FlatBuffer:
         self.borrows = resting is SHARDED and layout.num_shards > 1
         self.placement: Placement | None = resting
         self.is_arriving = False
-        self._pending = Pending()
+        self.pending = Pending()
         self._cut: Cut | None = None
         self._lasting, self._allocate = lasting, allocate
         self.is_guest = False
@@ -200,7 +201,7 @@ class FlatBuffer:
         acknowledge: bool = False,
     ) -> None:
         """Start the exchanges that change the placement to `to`; `arrive` waits for them. If there are several, each
-        follows the one before it: by `advance`, or in `arrive`.
+        follows the one before it: by `pending.advance`, or in `arrive`.
 
         Args:
             portions: the intervals that move; None: everything.
@@ -236,45 +237,31 @@ class FlatBuffer:
                 of_mean=number > 0,
             )
             pending = collectives.chain(pending).follow(gather) if number else gather()
-        self._pending, self.placement, self.is_arriving = pending, to, bool(path)
+        self.pending, self.placement, self.is_arriving = pending, to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
         """Wait for the redistribution in progress, if there is one. `stale`: its result will not be used."""
-        self._pending.wait(stale=stale)
+        self.pending.wait(stale=stale)
         self.is_arriving = False
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `arrive_in_part` does not have to wait for a peer."""
-        return self._pending.has_arrived
 
     def arrive_in_part(self) -> None:
         """Wait for the exchange in progress, and start none that follows it."""
-        self._pending.wait_for_one()
-        self.is_arriving = self.goes_on
+        self.pending.wait_for_one()
+        self.is_arriving = self.pending.goes_on
 
     def release_in_part(self) -> None:
         """Like `arrive_in_part`, and wait until the peers have read what this rank gave to that exchange."""
-        self._pending.release_one()
-        self.is_arriving = self.goes_on
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether exchanges follow the one in progress."""
-        return not self._pending.is_last
-
-    def advance(self) -> bool:
-        """Wait for the exchange in progress, and start the one that follows it. False, without effect, if none does."""
-        return self._pending.advance()
+        self.pending.release_one()
+        self.is_arriving = self.pending.goes_on
 
     def abandon(self) -> None:
         """Drop the redistribution in progress, if any, and the values."""
         # What gloo has to receive is still waited for, unless something has failed (`Pending.__del__`).
-        self._pending, self.is_arriving, self.placement = Pending(), False, None
+        self.pending, self.is_arriving, self.placement = Pending(), False, None
 
     def release(self) -> None:
         """Like `arrive`, and wait until the peers have read what this rank gave: only then may it be written to."""
-        self._pending.release()
+        self.pending.release()
         self.is_arriving = False
 
     def views(self) -> list[Tensor]:

@@ -220,29 +220,11 @@ class Gradients:
         self.buffer.release()
         self._carry = False
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `arrive_in_part` does not have to wait for a peer."""
-        return self.buffer.has_arrived
-
     def arrive_in_part(self) -> None:
         """Wait for the sum over ranks. REDUCING -> REDUCED, unless exchanges follow. The scratch may be reused."""
         self._expect((GradState.REDUCING,), "wait for")
         self.buffer.arrive_in_part()
         self._carry = False
-
-    def release_in_part(self) -> None:
-        """Wait until no peer reads the bucket any more: only then may it be given back (`close`)."""
-        self.buffer.release_in_part()
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether exchanges follow the one in progress."""
-        return self.buffer.goes_on
-
-    def advance(self) -> bool:
-        """Start the exchange that follows the one in progress, after this one. False, without effect, if none does."""
-        return self.buffer.advance()
 
     def settle(self) -> None:
         """A backward is over."""
