@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeroshard.comm.processes import Who
-from zeroshard.comm.shared_memory import Location, Process, SharedMemory, open_labelled
+from zeroshard.comm.shared_memory import Location, Process, SharedMemory, opened
 
 _BYTES = 1 << 20
 """Of one board. Only the pages that have been written take memory."""
@@ -90,10 +90,6 @@ def open_board(who: Who) -> Board | None:
     """The board of a process of this host; None if it has none, or this process may not open it."""
     if who.board:
         identity, segment, fd = who.board
-        with suppress(OSError):
-            file = open_labelled(Process(who.pid, identity), Location(segment, fd, _BYTES, 0))
-            try:
-                return Board(mmap.mmap(file, _BYTES))
-            finally:
-                os.close(file)
+        with suppress(OSError), opened(Process(who.pid, identity), Location(segment, fd, _BYTES, 0)) as file:
+            return Board(mmap.mmap(file, _BYTES))
     return None

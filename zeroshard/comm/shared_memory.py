@@ -15,7 +15,8 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
@@ -111,7 +112,8 @@ class SharedMemory:
         # return the pages of the old one.
         key = process.identity, location.segment
         if key not in self._mapped:
-            self._mapped[key] = _map_labelled(process, location)
+            with opened(process, location) as fd:
+                self._mapped[key] = _map(f"/proc/self/fd/{fd}", location.num_bytes)
         view = *key, location.offset, like.dtype, like.shape
         if view not in self._views:
             part = self._mapped[key][location.offset : location.offset + like.nbytes]
@@ -133,11 +135,8 @@ class SharedMemory:
         Raises:
             OSError: there is no such segment.
         """
-        fd = open_labelled(process, location)
-        try:
+        with opened(process, location) as fd:
             common = Common(fd, location.num_bytes, own)
-        finally:
-            os.close(fd)
         self._commons[common.address] = common
         return common
 
@@ -191,40 +190,51 @@ def _label(process: Process, segment: int) -> str:
     return f"zeroshard-{process.identity:x}-{segment}"
 
 
-def _map_labelled(process: Process, location: Location) -> Tensor:
-    fd = open_labelled(process, location)
-    try:
-        return _map(f"/proc/self/fd/{fd}", location.num_bytes)
-    finally:
-        os.close(fd)
-
-
-def open_labelled(process: Process, location: Location) -> int:
-    """A descriptor of a peer's segment, which the caller must close.
+@contextmanager
+def opened(process: Process, location: Location) -> Iterator[int]:
+    """A descriptor of a peer's segment, for the time of the block.
 
     Raises:
         OSError: there is no such file, or it is not that peer's segment.
     """
+    label = _label(process, location.segment)
+    fd = open_of_peer(process.pid, location.fd, f"/memfd:{label} ", f"the segment {label}", os.O_RDWR)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_of_peer(pid: int, number: int, name: str, what: str, flags: int) -> int:
+    """A descriptor of file `number` of another process, which the caller must close.
+
+    Args:
+        name: how the name begins by which the system shows the file.
+        what: the file, for the message.
+
+    Raises:
+        OSError: there is no such file, or it has another name.
+    """
     # [Note: a process number is not a process]
     # In a container every rank may be process 1, and /proc/1 is then this process itself. Or the pid now belongs to a
     # new process. A rank that maps its own memory in place of a peer's would train on wrong values without an error. So
-    # the label, with the random number of its owner, is checked before the open (opening a foreign pipe or device has
-    # side effects), and again on the opened file (the peer may have closed it in between).
-    label, path = _label(process, location.segment), f"/proc/{process.pid}/fd/{location.fd}"
-    _expect(label, path)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    # the name, with the random number of its owner or the inode of its pipe, is checked before the open (opening a
+    # foreign pipe or device has side effects), and again on the opened file (the peer may have closed it in between).
+    path = f"/proc/{pid}/fd/{number}"
+    _expect(path, name, what)
+    fd = os.open(path, flags | os.O_CLOEXEC)
     try:
-        _expect(label, f"/proc/self/fd/{fd}")
+        _expect(f"/proc/self/fd/{fd}", name, what)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _expect(label: str, path: str) -> None:
+def _expect(path: str, name: str, what: str) -> None:
     found = os.readlink(path)
-    if not found.startswith(f"/memfd:{label} "):
-        raise SystemRefused(f"{path}: expected the segment {label} of a peer, found {found}")
+    if not found.startswith(name):
+        raise SystemRefused(f"{path}: expected {what} of a peer, found {found}")
 
 
 class Segment:
