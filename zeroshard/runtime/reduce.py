@@ -198,7 +198,6 @@ class Reducer:
             phase="step",
             portions=unit.layout.portions(terms),
             reduction=Reduction(scratch, grads.mean.wire, grads.mean.num_ranks),
-            acknowledge=True,
         )
         sums.release()
         for index in terms:

@@ -198,7 +198,6 @@ class FlatBuffer:
         phase: str,
         portions: Portions | None = None,
         reduction: Reduction | None = None,
-        acknowledge: bool = False,
     ) -> None:
         """Start the exchanges that change the placement to `to`; `arrive` waits for them. If there are several, each
         follows the one before it: by `pending.advance`, or in `arrive`.
@@ -206,7 +205,6 @@ class FlatBuffer:
         Args:
             portions: the intervals that move; None: everything.
             reduction: how PARTIAL values are summed.
-            acknowledge: the own shard will be written to before the ranks meet again (see `Collectives.all_gather`).
 
         Raises:
             ValueError: no such transition.
@@ -216,27 +214,18 @@ class FlatBuffer:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
             raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
         pending, path, full = Pending(), moves(self.placement, to), self.full
-        for number, move in enumerate(path):
-            assert full is not None, "a redistribution needs the full tensor"
-            if move is Move.REDUCE_SCATTER:
-                assert reduction is not None and not number, "a sum needs scratch, and comes first"
-                pending = collectives.reduce_scatter(
-                    full, self.shard, reduction, unit=unit, phase=phase, portions=portions
-                )
-                continue
-            if number and collectives.mesh.shard.size == 1:
-                break  # the only shard is all of it
-            gather = partial(
-                collectives.all_gather,
-                full,
-                self.shard,
-                unit=unit,
-                phase=phase,
-                acknowledge=acknowledge,
-                portions=portions,
-                of_mean=number > 0,
-            )
-            pending = collectives.chain(pending).follow(gather) if number else gather()
+        described: Any = {"unit": unit, "phase": phase, "portions": portions}
+        if Move.REDUCE_SCATTER in path:
+            assert full is not None and reduction is not None, "a sum needs all terms, and scratch"
+            pending = collectives.reduce_scatter(full, self.shard, reduction, **described)
+        if Move.ALL_GATHER in path:
+            assert full is not None, "a gather needs the full tensor"
+            gather = partial(collectives.all_gather, full, self.shard, **described)
+            if len(path) == 1:
+                pending = gather()
+            elif collectives.mesh.shard.size > 1:  # else the only shard is all of it
+                # Of means, which are written to before the ranks meet again.
+                pending = collectives.chain(pending).follow(partial(gather, of_mean=True, acknowledge=True))
         self.pending, self.placement, self.is_arriving = pending, to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:

@@ -184,7 +184,6 @@ class Gradients:
             phase="backward",
             portions=self._portions,
             reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas, look),
-            acknowledge=True,
         )
 
     @property
