@@ -129,9 +129,8 @@ class Watch:
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
         self.bell.close()
-        with suppress(Silent):
-            if self.bell.blocks:
-                self.line.ask(lambda store: self._notices.ring(store, [self.rank]), PATIENCE_SECONDS)
+        if self.bell.blocks:
+            self.ring([self.rank])
         self.bell.join(2 * BEAT_SECONDS)
         with suppress(Silent):
             # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat
@@ -154,7 +153,7 @@ class Watch:
         cause = lost.cause if lost is not None else self._hear()
         if cause is None:
             found = lost.found if lost is not None else []
-            if self._is_first(mine):
+            if self._ask(partial(self._notices.claim, cause=mine), otherwise=True):
                 if found:
                     mine = Cause(self.rank, f"failed while waiting: {'; '.join(found)}")
                     _print(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
@@ -177,13 +176,13 @@ class Watch:
         """Why a wait of this rank failed: the cause, if a rank has failed or ended; else where all ranks are. Returns
         within a few seconds. `error`: what the wait has raised."""
         cause = self._hear(patience=2 * BEAT_SECONDS)
-        if cause is None and not self._may_look():  # another rank reads all heartbeats, and will announce the cause
+        if cause is None and not self._ask(self._notices.may_look, otherwise=True):
+            # Another rank reads all heartbeats, and will announce the cause.
             cause = self._hear(patience=_OTHERS_PATIENCE)
         if cause is not None:
             return LostPeer.because(cause)
         found = self._whom_to_blame(closed=error is not None and bool(_CLOSED.search(str(error))))
-        with suppress(Silent):
-            self.line.ask(self._notices.has_looked, PATIENCE_SECONDS)
+        self._ask(self._notices.has_looked, None)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
     def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
@@ -204,15 +203,13 @@ class Watch:
         while come < everyone:
             self.bell.wait(heard, pause)
             heard, pause = self.bell.count, min(2 * pause, longest)
-            with suppress(Silent):  # the guard ends the process if the store stays silent
-                come = self.line.ask(partial(self._notices.count, key=key, by=0), PATIENCE_SECONDS)
+            come = self._ask(partial(self._notices.count, key=key, by=0), come)
             if come < everyone:
                 self.expect_alive(missing)
 
     def ring(self, ranks: Sequence[int]) -> None:
         """Wake these ranks, so that they check what they wait for."""
-        with suppress(Silent):  # the guard ends the process if the store stays silent
-            self.line.ask(lambda store: self._notices.ring(store, ranks), PATIENCE_SECONDS)
+        self._ask(partial(self._notices.ring, ranks=ranks), None)
 
     def expect_alive(self, ranks: Sequence[int]) -> None:
         """Call it repeatedly while waiting for these ranks without a collective.
@@ -320,16 +317,16 @@ class Watch:
             time.sleep(0.02)
         return self._cause
 
-    def _is_first(self, cause: Cause) -> bool:
-        """Whether this rank is the first to fail; True also if the store does not answer."""
+    def _ask(self, job: Callable[[Store], T], otherwise: T) -> T:
+        """The result of a job; `otherwise` if the store does not answer (the guard ends the process if it stays
+        silent)."""
         try:
-            return self.line.ask(lambda store: self._notices.claim(store, cause), PATIENCE_SECONDS)
+            return self.line.ask(job, PATIENCE_SECONDS)
         except Silent:
-            return True
+            return otherwise
 
     def _announce(self, cause: Cause) -> None:
-        with suppress(Silent):
-            self.line.ask(lambda store: self._notices.announce(store, cause), PATIENCE_SECONDS)
+        self._ask(partial(self._notices.announce, cause=cause), None)
         self._peers.wake()
 
     def _say(self, cause: Cause | None) -> None:
@@ -337,14 +334,6 @@ class Watch:
         if cause is not None and cause.whose != self.rank and not said:
             _print(f"rank {self.rank} exits because {cause}")
 
-    @waits_in_vain
-    def _may_look(self) -> bool:
-        try:
-            return self.line.ask(self._notices.may_look, PATIENCE_SECONDS)
-        except Silent:
-            return True
-
-    @waits_in_vain
     def _whom_to_blame(self, *, closed: bool) -> list[str]:
         """The lines of `blame`. Collects heartbeats for two seconds, or until one rank is clearly the cause."""
         end = time.monotonic() + 4 * BEAT_SECONDS
