@@ -285,10 +285,10 @@ class Messages:
         return works
 
     def _send_note(self, axis: Axis, note: bytes, rank: int, kind: str) -> Any:
-        """`_send` of a few bytes."""
+        """`send` of a few bytes. Raises PeerGone as it is: not every caller needs the peer."""
         if self.pipes is not None:
             return self.pipes.send_bytes(axis.ranks[rank], self._channel(axis, kind), note)
-        return self._send(axis, torch.frombuffer(bytearray(note), dtype=torch.uint8), rank, kind)
+        return self.send(axis, torch.frombuffer(bytearray(note), dtype=torch.uint8), rank, kind)
 
     def _expect_note(self, axis: Axis, num_bytes: int, rank: int, kind: str) -> Any:
         """`receive` of a few bytes: a `Note`, which is also the work to wait for."""
@@ -307,16 +307,10 @@ class Messages:
             rank: in the axis.
             kind: one of `_TAGS`.
         """
-        try:
-            return self._send(axis, tensor, rank, kind)
-        except PeerGone as error:
-            raise watch.explain(error) or error from None
-
-    def _send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
         pipes = self._pipes_for(tensor)
-        if pipes is not None:
-            return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
         try:
+            if pipes is not None:
+                return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
             return axis.way(axis.rank, rank).send([tensor], rank, _TAGS[kind])
         except RuntimeError as error:  # the connection is closed already
             raise watch.explain(error) or error from None

@@ -28,6 +28,7 @@ class Orders:
         followers: ranks (of the mesh) that have run out of inputs, as of the last meeting.
         leader: the first rank that still has inputs; -1 if there is none.
         rank: this rank.
+        is_told: whether everything is part of an order that has been given, and nothing gives further orders.
     """
 
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -37,7 +38,7 @@ class Orders:
         self._timeout = timeout.total_seconds()
         self._next = 0  # index in the current list of orders
         self._lists = 0
-        self._is_told = False
+        self.is_told = False
 
     def meet(self, followers: Sequence[int]) -> None:
         """Called on every rank after all ranks have met: sets the followers and begins a new list of orders."""
@@ -53,7 +54,7 @@ class Orders:
     def give(self, what: str, *arguments: Any) -> None:
         """Write an order. The leader calls it before it does `what` itself. No effect on other ranks, and inside
         `told`."""
-        if self.followers and self.rank == self.leader and not self._is_told:
+        if self.followers and self.rank == self.leader and not self.is_told:
             self._store.set(self._key(self._next), json.dumps([what, *arguments]))
             self._next += 1
 
@@ -89,23 +90,17 @@ class Orders:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Inside, everything is part of an order that has been given: nothing gives further orders."""
-        before, self._is_told = self._is_told, True
+        """Sets `is_told` inside."""
+        before, self.is_told = self.is_told, True
         try:
             yield
         finally:
-            self._is_told = before
-
-    def begin_told(self) -> None:
-        self._is_told = True
-
-    def end_told(self) -> None:
-        self._is_told = False
+            self.is_told = before
 
     @property
     def speaks(self) -> bool:
         """Whether there are followers, and the next collective is not part of an order that has been given."""
-        return bool(self.followers) and not self._is_told
+        return bool(self.followers) and not self.is_told
 
     def refuse(self, what: str) -> None:
         """Raises:

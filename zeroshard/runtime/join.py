@@ -166,10 +166,10 @@ class Part:
                 )
             self._voice.expect_no_edits(self._engine.reducer.visible.version)
             self._voice.give("step", number, optimizer.step_values(), optimizer.agreement.situation(self._voice))
-            self._orders.begin_told()
+            self._orders.is_told = True
 
         def after(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._orders.end_told()
+            self._orders.is_told = False
             self._voice.note_step(self._engine.reducer.visible.version)
 
         return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
