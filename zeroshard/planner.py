@@ -208,13 +208,6 @@ class PlannedUnit:
         """The interval that the rank updates."""
         return Interval(0, self.layout.numel) if self.plan.main is REPLICATED else self.layout.shard(rank)
 
-    def reduce_scratch(self, topology: Topology, *, in_place: bool) -> tuple[int, int]:
-        """Of the sum over shards, and of the sum over replicas."""
-        precision, sizes = self.spec.precision, (topology.num_shards, topology.num_replicas)
-        return topology.transport.scratch_of_each(
-            self.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
-        )
-
 
 @dataclass(frozen=True)
 class PlannedWhole:
@@ -327,8 +320,9 @@ class Training:
             # have buckets of their own.
             idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else number - 1
             buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
+        way = self.topology.transport, self.topology.num_shards, self.topology.num_replicas
         in_place = not borrowing
-        scratch = [unit.reduce_scratch(self.topology, in_place=in_place) for unit in self._reduced()] or [(0, 0)]
+        scratch = [unit.spec.reduce_scratch(*way, in_place=in_place) for unit in self._reduced()] or [(0, 0)]
         of_shards, of_replicas = map(max, zip(*scratch, strict=True))
         buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else min(IN_FLIGHT, len(scratch)))
         buffers += [PlannedBuffer("scratch", of_replicas)]

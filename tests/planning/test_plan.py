@@ -246,7 +246,9 @@ def expect_one_unit(rank: int) -> None:
         with travelling(way):
             planned, *_ = expect_measured(Planned(Tied, None), configuration)
         (unit,) = planned.training.units
-        of_shards, of_replicas = unit.reduce_scratch(planned.training.topology, in_place=True)
+        topology = planned.training.topology
+        way = topology.transport, topology.num_shards, topology.num_replicas
+        of_shards, of_replicas = unit.spec.reduce_scratch(*way, in_place=True)
         scratch = [one.num_bytes for one in planned.training.pool() if one.kind == "scratch"]
         assert scratch == [of_shards, of_replicas]
 

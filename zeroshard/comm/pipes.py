@@ -539,9 +539,9 @@ class Connecting:
         return self._pipes
 
 
-def interrupt_all(why: str) -> None:
-    """Make every wait for a pipe in this process raise, in all threads."""
+def interrupt_all() -> None:
+    """Make every wait for a pipe in this process raise, in all threads: a rank has failed."""
     with _CHANGES:
         everything = list(_ALL)
     for pipes in everything:
-        pipes.interrupt(why)
+        pipes.interrupt("a rank has failed")

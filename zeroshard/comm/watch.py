@@ -290,7 +290,7 @@ class Watch:
         period."""
         self._cause = cause
         self._peers.wake()
-        interrupt_all("a rank has failed")
+        interrupt_all()
         interrupt_gloo()
         if self._ending.wait(GRACE_SECONDS):
             return

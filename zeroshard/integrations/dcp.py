@@ -18,6 +18,7 @@ from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.assignment import Options
 
 
@@ -87,7 +88,8 @@ class _Optimizer(Stateful):
         self._optimizer.load_state_dict({**state_dict, "state": state, "param_groups": groups})
 
     def _names(self) -> list[str]:
-        return [self._optimizer.engine.name_of(parameter) for parameter in self._optimizer.groups.parameters()]
+        names = names_by_id(self._optimizer.engine.units)
+        return [names.get(id(parameter), "(unknown)") for parameter in self._optimizer.groups.parameters()]
 
     def _blank(self, number: int) -> dict[str, Any]:
         """The state that the class creates for a parameter, of zeros; empty for one that is frozen."""

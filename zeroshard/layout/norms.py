@@ -9,16 +9,16 @@ from torch.linalg import vector_norm
 ROW_NUMEL = 1024
 
 
-def norms_of_rows(flat: Tensor, norm_type: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """The norm of each row of `ROW_NUMEL` elements, and of the rest, if there is one.
+def norms_of_rows(flat: Tensor) -> Tensor:
+    """The 2-norm of each row of `ROW_NUMEL` elements, and of the rest, if there is one.
 
     The norm of these norms is the norm of `flat`. With one running sum over all elements, the error is 1e-5 for a
     quarter of a million elements and 1e-3 for 25 million. By rows it was within 1e-6 of fp64 in all comparisons, at the
     same speed.
     """
     rows, rest = rows_and_rest(flat)
-    norms: Tensor = vector_norm(rows, norm_type, dim=1, dtype=dtype)
-    return torch.cat([norms, vector_norm(rest, norm_type, dtype=dtype).view(1)]) if rest.numel() else norms
+    norms: Tensor = vector_norm(rows, dim=1)
+    return torch.cat([norms, vector_norm(rest).view(1)]) if rest.numel() else norms
 
 
 def rows_and_rest(flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zeroshard.comm.transport import Transport
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.pool_plan import Request
@@ -100,6 +101,14 @@ class UnitSpec:
     def bucket_request(self, numel: int) -> Request:
         """The request for a full-size bucket to accumulate into."""
         return Request(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
+
+    def reduce_scratch(
+        self, transport: type[Transport], num_shards: int, num_replicas: int, *, in_place: bool
+    ) -> tuple[int, int]:
+        """Scratch bytes of a reduction: of the sum over shards, and of the sum over replicas. `in_place`: no unit
+        borrows its bucket."""
+        numel, sizes = self.layout(num_shards, num_replicas).numel, (num_shards, num_replicas)
+        return transport.scratch_of_each(numel, self.precision.grad, self.precision.wire, *sizes, in_place=in_place)
 
     def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
         """The layout of the full buffer: parameters in reverse registration order, so that backward fills the buffer

@@ -436,19 +436,19 @@ def _state_by_entry(training: Training, needs: Needs) -> dict[str, int]:
 
 def _bytes_in_full(unit: PlannedUnit) -> int:
     """Bytes of the full weights, without padding."""
-    return sum(slot.world.numel for slot in unit.layout.slots) * unit.spec.weight_dtype.itemsize
+    return unit.layout.slots_numel * unit.spec.weight_dtype.itemsize
 
 
 def _padding(unit: PlannedUnit, rank: int) -> int:
     layout = unit.layout
-    in_full = layout.numel - sum(slot.world.numel for slot in layout.slots)
+    in_full = layout.numel - layout.slots_numel
     in_shard = layout.shard_numel - sum(fragment.world.numel for fragment in layout.fragments(rank))
     return _bytes_of_empty(unit, in_full, in_shard)
 
 
 def _padding_of_all(unit: PlannedUnit) -> int:
     """Of all ranks: the shards of a replica have the padding of one full buffer together."""
-    in_full = unit.layout.numel - sum(slot.world.numel for slot in unit.layout.slots)
+    in_full = unit.layout.numel - unit.layout.slots_numel
     return _bytes_of_empty(unit, unit.num_ranks * in_full, unit.num_ranks // unit.layout.num_shards * in_full)
 
 

@@ -77,7 +77,7 @@ def _items_in_pieces(training: Training, needs: Needs) -> Iterator[tuple[int, in
 
 def _plain_bytes(unit: PlannedUnit) -> int:
     """Bytes of the parameters before `shard`."""
-    return sum(slot.world.numel for slot in unit.layout.slots) * unit.spec.dtype.itemsize
+    return unit.layout.slots_numel * unit.spec.dtype.itemsize
 
 
 def _main_dtype(unit: PlannedUnit) -> torch.dtype:

@@ -29,7 +29,7 @@ from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.life import Life
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.parking import Parking
-from zeroshard.runtime.plain_model import PlainModel
+from zeroshard.runtime.plain_model import PlainModel, names_by_id
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.storage.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.storage.pool import Pool
@@ -144,11 +144,7 @@ class Engine(NotCopied):
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The parameter's name, for messages."""
-        for unit in self.units:
-            for mine, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                if mine is parameter:
-                    return slot.name
-        return "(unknown)"
+        return names_by_id(self.units).get(id(parameter), "(unknown)")
 
     def unsharded_state(self) -> dict[str, Tensor]:
         """See `PlainModel`."""

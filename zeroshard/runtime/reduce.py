@@ -25,7 +25,7 @@ from zeroshard.placement import PARTIAL
 from zeroshard.runtime.calls import ToCome
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
-from zeroshard.runtime.reductions import Reductions, scratch_bytes
+from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.single_uses import SingleUses
 from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.storage.gradients import Gradients, GradState
@@ -188,8 +188,9 @@ class Reducer:
         for index, term in terms.items():
             if term is not None:
                 sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
-        num_bytes = max(scratch_bytes(unit, self.collectives, in_place=True))
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=sums.full.device)
+        transport, mesh = self.collectives.transport, self.collectives.mesh
+        needed = unit.spec.reduce_scratch(type(transport), mesh.reduce.size, mesh.replicate.size, in_place=True)
+        scratch = torch.empty(max(needed), dtype=torch.uint8, device=sums.full.device)
         self.collectives.map_peers()
         sums.redistribute(
             grads.mean.rests,

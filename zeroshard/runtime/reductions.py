@@ -50,8 +50,9 @@ class Reductions:
             if len(buckets) > 1 and not reads_peers:
                 taking_turns = [unit for unit in requests if self._buckets.given(unit) is None]
                 self._last_two[queue] = [unit for unit in taking_turns if requests[unit].queue == queue][-2:]
+        way = type(collectives.transport), collectives.mesh.reduce.size, collectives.mesh.replicate.size
         in_place = not self._borrowing
-        of_units = [scratch_bytes(unit, collectives, in_place=in_place) for unit in grads] or [(0, 0)]
+        of_units = [unit.spec.reduce_scratch(*way, in_place=in_place) for unit in grads] or [(0, 0)]
         num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         in_flight = 1 if is_alone else min(IN_FLIGHT, len(of_units))
@@ -219,13 +220,3 @@ class Reductions:
             if self._buckets.occupied_by(other) is None:
                 grads.close(forget=True)  # its views would keep the storage
         return True
-
-
-def scratch_bytes(unit: Unit, collectives: Collectives, *, in_place: bool) -> tuple[int, int]:
-    """Scratch bytes for the reduction of a unit: of the sum over shards, and of the sum over replicas. `in_place`: no
-    unit borrows its bucket."""
-    precision, mesh = unit.spec.precision, collectives.mesh
-    sizes = mesh.reduce.size, mesh.replicate.size
-    return collectives.transport.scratch_of_each(
-        unit.layout.numel, precision.grad, precision.wire, *sizes, in_place=in_place
-    )

@@ -25,7 +25,8 @@ def in_one_line(engine: Engine) -> str:
         ranks += f" ({mesh.replicate.size} replicas of {mesh.shard.size} shards)"
     kinds = ", ".join(sorted({in_words(unit.spec.precision) for unit in units})) or "no parameters"
     how_many = f"{len(units)} unit{'s' * (len(units) != 1)}"
-    return f"{engine.plan.name}, {how_many}, {sum(map(_numel, units)):,} parameters on {ranks}, {kinds}"
+    numel = sum(unit.layout.slots_numel for unit in units)
+    return f"{engine.plan.name}, {how_many}, {numel:,} parameters on {ranks}, {kinds}"
 
 
 def table(engine: Engine) -> str:
@@ -33,7 +34,8 @@ def table(engine: Engine) -> str:
     holds now), a row of totals, and the bytes on this rank by kind."""
     held = [live_bytes([t for kind in unit.tensors().values() for t in kind]) for unit in engine.units]
     rows = [(*_row(unit), f"{num_bytes:,}") for unit, num_bytes in zip(engine.units, held, strict=True)]
-    total = ("all", f"{sum(map(_numel, engine.units)):,}", "", "", "", f"{sum(held):,}")
+    numel = sum(unit.layout.slots_numel for unit in engine.units)
+    total = ("all", f"{numel:,}", "", "", "", f"{sum(held):,}")
     kinds = ", ".join(f"{kind} {num_bytes:,}" for kind, num_bytes in engine.memory().items() if num_bytes)
     lines = [
         in_one_line(engine),
@@ -47,7 +49,7 @@ def table(engine: Engine) -> str:
 
 def _row(unit: Unit) -> tuple[str, ...]:
     weights, grads, main = unit.plan.weights.value, unit.plan.grads.value, unit.plan.main.value
-    name, numel = unit.name, f"{_numel(unit):,}"
+    name, numel = unit.name, f"{unit.layout.slots_numel:,}"
     shown = f"{_short(unit.weights.buffer.dtype)} {weights}"
     if isinstance(unit.grads, NoGradients):
         return name, numel, shown, "frozen", ""
@@ -58,10 +60,6 @@ def _row(unit: Unit) -> tuple[str, ...]:
 
 def _main(main: torch.dtype | str) -> str:
     return f"{main} (int16)" if isinstance(main, str) else _short(main)
-
-
-def _numel(unit: Unit) -> int:
-    return sum(slot.world.numel for slot in unit.layout.slots)
 
 
 def _short(dtype: torch.dtype) -> str:

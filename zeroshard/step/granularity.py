@@ -45,7 +45,7 @@ _ELEMENTWISE = (
     _OPTIM.Rprop,
     _OPTIM.ASGD,
 )
-_WHOLE = (_OPTIM.Adafactor, Lamb, Lars, *((_OPTIM.Muon,) if hasattr(_OPTIM, "Muon") else ()))
+_WHOLE = (_OPTIM.Adafactor, _OPTIM.Muon, Lamb, Lars)
 _KNOWN: dict[OptimizerClass, Granularity] = {
     **dict.fromkeys(_ELEMENTWISE, Granularity.ELEMENT),
     **dict.fromkeys(_WHOLE, Granularity.PARAMETER),

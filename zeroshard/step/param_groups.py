@@ -16,6 +16,7 @@ from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.io.values import without_numpy
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.stepper import FullState
 
@@ -117,11 +118,7 @@ class ParamGroups:
     def members(self) -> Members:
         """The names of each group's parameters."""
         if self._members is None:
-            names = {
-                id(p): slot.name
-                for unit in self._engine.units
-                for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)
-            }
+            names = names_by_id(self._engine.units)
             self._members = Members(
                 tuple(tuple(names.get(id(p), "one that is frozen") for p in group["params"]) for group in self.lists)
             )

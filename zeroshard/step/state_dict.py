@@ -17,6 +17,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.loss_ledger import LossAccount
+from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import stepped
@@ -100,8 +101,9 @@ class StateDicts:
         """
         collectives, what = self._engine.collectives, "load_state_dict"
         together(collectives, what, partial(self._expect_fitting, state_dict))
+        names = names_by_id(self._engine.units)
         values = {
-            f"state {key!r} of {self._engine.name_of(p)}": value  # type: ignore[arg-type]
+            f"state {key!r} of {names.get(id(p), '(unknown)')}": value
             for p, of_one in self._groups.state_by_parameter(state_dict).items()
             for key, value in of_one.items()
         }
