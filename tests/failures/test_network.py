@@ -20,6 +20,7 @@ from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.comm.blame import Seen, blame
+from zeroshard.comm.notices import Beat
 from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Silent, StoreLine
 
@@ -64,7 +65,7 @@ def test_hosts_that_cannot_reach_each_other_leave_on_both_sides(store_on: int, p
 
 
 def seen(silent: float, where: str = "at train.py:3 in main", left: bool = False) -> Seen:
-    return Seen(7, where, changed=100.0 - silent, looked=100.0, left=left)
+    return Seen(Beat(7, where, None, {} if left else None), changed=100.0 - silent, looked=100.0)
 
 
 HERE, ELSEWHERE = "boot pid:[1]", "other pid:[2]"

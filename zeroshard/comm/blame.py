@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zeroshard.comm.notices import Beat
 from zeroshard.comm.positions import Position
 from zeroshard.comm.processes import Who
 
@@ -29,34 +30,34 @@ UNEVEN = "Where ranks have inputs for different numbers of steps, use `with hand
 
 @dataclass
 class Seen:
-    """What this rank knows of another rank from its heartbeats.
+    """What this rank knows of another rank.
 
     Attributes:
-        beats: the number of its last heartbeat.
-        where: the place of its main thread in the program.
-        position: the collective that it waits for, if it has been waiting for long.
+        beat: its last heartbeat.
         changed: the time (monotonic) at which a new heartbeat was last found.
         looked: the time of the last look.
-        left: whether it has ended its work without an error.
     """
 
-    beats: int
-    where: str
+    beat: Beat
     changed: float
     looked: float
-    position: Position | None = None
-    left: bool = False
 
-    def note(self, now: float, beats: int, where: str = "", position: Position | None = None) -> None:
+    def note(self, now: float, beat: Beat) -> None:
         # Silence counts only between two looks that are close together: if this rank has not looked for a minute, the
         # other one may have written heartbeats all the time.
-        if beats != self.beats or now - self.looked > STILL_SECONDS:
+        if beat.number != self.beat.number or now - self.looked > STILL_SECONDS:
             self.changed = now
-        self.beats, self.where, self.position, self.looked = beats, where, position, now
+        self.beat, self.looked = beat, now
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended its work without an error."""
+        return self.beat.left is not None
 
     @property
     def silent_seconds(self) -> float:
-        return 0.0 if self.left else self.looked - self.changed
+        """Seconds without a new heartbeat."""
+        return 0.0 if self.has_left else self.looked - self.changed
 
     @property
     def is_silent(self) -> bool:
@@ -78,19 +79,19 @@ def blame(
     """
     me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
     for other, seen in others.items():
-        theirs = who[other]
+        theirs, at = who[other], seen.beat.where
         name = f"rank {other} ({theirs})"
         state = theirs.state if theirs.is_neighbour_of(me) else "unknown"
-        if seen.left:
-            lines.append(f"{name} has {_LEFT}{_last_seen(seen.where)}. {COLLECTIVE}. {UNEVEN}")
+        if seen.has_left:
+            lines.append(f"{name} has {_LEFT}{_last_seen(at)}. {COLLECTIVE}. {UNEVEN}")
         elif state == "ended":
-            lines.append(f"{name} has ended{_last_seen(seen.where)}")
+            lines.append(f"{name} has ended{_last_seen(at)}")
         elif seen.is_silent and state == "unknown" and _is_whole_host_silent(theirs, who, others):
             unheard.setdefault((theirs.host, theirs.name), []).append(other)
         elif seen.is_silent:
-            lines.append(f"{name} has stopped (no heartbeat), last seen {seen.where}")
-        elif seen.where != GIVING_UP:
-            elsewhere.append(f"{name} is {seen.where}")
+            lines.append(f"{name} has stopped (no heartbeat), last seen {at}")
+        elif at != GIVING_UP:
+            elsewhere.append(f"{name} is {at}")
     for (_, name), ranks in unheard.items():
         seconds = min(others[one].silent_seconds for one in ranks)
         heard = f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s"
@@ -106,7 +107,7 @@ def _last_seen(where: str) -> str:
 
 def _is_whole_host_silent(host: Who, who: Mapping[int, Who], others: Mapping[int, Seen]) -> bool:
     there = [rank for rank, one in who.items() if (one.host, one.name) == (host.host, host.name)]
-    return all(rank in others and (others[rank].is_silent or others[rank].left) for rank in there)
+    return all(rank in others and (others[rank].is_silent or others[rank].has_left) for rank in there)
 
 
 def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where: Mapping[int, str]) -> str:

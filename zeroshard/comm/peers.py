@@ -11,13 +11,15 @@ from contextlib import suppress
 from torch._C._distributed_c10d import Store
 
 from zeroshard.comm.blame import OUTSIDE, Seen, blame, describe_knot
-from zeroshard.comm.notices import Cause, Notices
+from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.positions import Position, knot
 from zeroshard.comm.processes import Who
 
 _SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
 """A peer is not a child process of this rank, so this rank cannot read its exit status."""
 _LONGEST_PAUSE = 10.0
+_NEVER = Seen(Beat(-1, OUTSIDE, None), 0.0, 0.0)
+"""Of a rank of which no heartbeat has been read."""
 
 
 class Peers:
@@ -36,7 +38,6 @@ class Peers:
         self._who = {rank: self.me}
         self.neighbours: dict[int, Who] = {}
         self._seen: dict[int, Seen] = {}
-        self._begun: dict[int, Mapping[str, int]] = {}  # by those that have left
         self._suspected: list[int] = []
         self._on_host = 0
         self._complete, self._pause, self._next = False, 0.0, 0.0
@@ -66,11 +67,7 @@ class Peers:
         self._know(self._notices.who(store, [rank for rank in ranks if rank not in self._who]))
         beats, now = self._notices.last_beats(store, (rank for rank in ranks if rank in self._who)), time.monotonic()
         for rank, beat in beats.items():
-            seen = self._seen.setdefault(rank, Seen(beat.number, beat.where, now, now))
-            seen.note(now, beat.number, beat.where, beat.position)
-            seen.left = beat.left is not None
-            if beat.left is not None:
-                self._begun[rank] = beat.left
+            self._seen.setdefault(rank, Seen(beat, now, now)).note(now, beat)
 
     def death(self, store: Store) -> Cause | None:
         """The cause, if a process on this host has ended without a report; else None."""
@@ -93,33 +90,26 @@ class Peers:
         """The cause, if ranks wait for each other without end. Called on the one rank that reads all heartbeats, which
         has waited for long at `position`. The same deadlock must be found twice, one heartbeat apart."""
         self.look(store)
-        left = {rank: self._begun[rank] for rank, seen in self._seen.items() if seen.left}
-        positions = {rank: seen.position for rank, seen in self._seen.items() if seen.position is not None}
+        beats = {rank: seen.beat for rank, seen in self._seen.items()}
+        left = {rank: beat.left for rank, beat in beats.items() if beat.left is not None}
+        positions = {rank: beat.position for rank, beat in beats.items() if beat.position is not None}
         positions = {**positions, self._rank: position}
         # Positions are not read at one instant: a rank may have moved on in between, which can look like a deadlock. A
         # real one is found again at the next heartbeat.
         suspected, self._suspected = self._suspected, knot(positions, left)
         if not self._suspected or self._suspected != suspected:
             return None
-        places = {**{rank: seen.where for rank, seen in self._seen.items()}, self._rank: where}
+        places = {**{rank: beat.where for rank, beat in beats.items()}, self._rank: where}
         return Cause("", describe_knot(self._suspected, positions, places))
 
-    def where(self, rank: int) -> str:
-        """Where the rank was at this rank's last look."""
-        return self._seen[rank].where if rank in self._seen else OUTSIDE
-
-    def silence_of(self, rank: int) -> float:
-        """Seconds without a new heartbeat."""
-        return self._seen[rank].silent_seconds if rank in self._seen else 0.0
-
-    def number_of(self, rank: int) -> int:
-        """The number of the last heartbeat that was read; -1 if none was."""
-        return self._seen[rank].beats if rank in self._seen else -1
+    def seen(self, rank: int) -> Seen:
+        """What is known of the rank since this rank's last look."""
+        return self._seen.get(rank, _NEVER)
 
     @property
     def is_clear(self) -> bool:
         """Whether a rank is silent or has left: then no longer look is needed to name the cause."""
-        return any(seen.is_silent or seen.left for seen in self._seen.values())
+        return any(seen.is_silent or seen.has_left for seen in self._seen.values())
 
     def blame(self, *, closed: bool, timeout: float) -> list[str]:
         """See `comm/blame.py`."""

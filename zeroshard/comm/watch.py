@@ -219,7 +219,7 @@ class Watch:
         """
         if self._cause is not None:
             raise LostPeer.because(self._cause)
-        if any(self._peers.silence_of(rank) > self._heart.pace.timeout for rank in ranks):
+        if any(self._peers.seen(rank).silent_seconds > self._heart.pace.timeout for rank in ranks):
             raise self.what_happened()
 
     def last_seen(self, rank: int) -> str:
@@ -227,12 +227,12 @@ class Watch:
         look, end = partial(self._peers.look, ranks=[rank]), time.monotonic() + 2 * BEAT_SECONDS
         with suppress(Silent):
             self.line.ask(look, PATIENCE_SECONDS)
-            before = self._peers.number_of(rank)
+            before = self._peers.seen(rank).beat.number
             self.line.ask(lambda store: self._notices.call(store, [rank]), PATIENCE_SECONDS)
-            while self._peers.number_of(rank) == before and time.monotonic() < end:
+            while self._peers.seen(rank).beat.number == before and time.monotonic() < end:
                 time.sleep(0.02)
                 self.line.ask(look, PATIENCE_SECONDS)
-        return self._peers.where(rank)
+        return self._peers.seen(rank).beat.where
 
     # When the bell has rung ------------------------------------------------------------------------------------------
 
