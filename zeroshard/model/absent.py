@@ -70,7 +70,6 @@ class AbsentTensor(Tensor):
     provide them if no other rank is needed.
 
     Attributes:
-        unit, slots: names of the unit and of its slots. The placeholder of slot i is element i of a common storage.
         plain: the parameter's usual class.
         home: the unit's `Absent`.
 
@@ -78,8 +77,6 @@ class AbsentTensor(Tensor):
         RuntimeError: from every operation that reads or writes values, if `home` cannot provide them.
     """
 
-    unit: ClassVar[str]
-    slots: ClassVar[tuple[str, ...]]
     plain: ClassVar[type]
     home: ClassVar[Absent]
 
@@ -155,10 +152,12 @@ class AbsentTensor(Tensor):
 
 
 class Absent:
-    """The placeholders of one unit; makes its parameters absent, and gives them values again.
+    """The placeholders of one unit; makes its parameters absent, and gives them values again. The placeholder of slot i
+    is element i of a common storage.
 
     Attributes:
         bring: gives the parameters their values, if that is possible without the other ranks.
+        names: of the slots.
         pointers: addresses of the placeholders.
         why_lost: why the values are lost for good; None: they are not.
     """
@@ -171,7 +170,7 @@ class Absent:
         self._storage = scalars.untyped_storage()._cdata
         self._views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
         self.pointers = [view.data_ptr() for view in self._views]
-        self._unit, self._names = unit, tuple(slot.name for slot in slots)
+        self._unit, self.names = unit, tuple(slot.name for slot in slots)
         self._classes: dict[type, type[AbsentTensor]] = {}
         self.bring = lambda: None
         self.why_lost: str | None = None
@@ -183,11 +182,17 @@ class Absent:
     def _take(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         for parameter, view in zip(parameters, views, strict=True):
             plain = type(parameter)
-            if plain not in self._classes:
-                self._classes[plain] = _class_of(plain, self._unit, self._names, self)
             # Data first, then the class (in `give_each` the other way round): setting the data of an absent one raises.
             parameter.data = view
-            parameter.__class__ = self._classes[plain]
+            parameter.__class__ = self._classes.get(plain) or self.class_of(plain)
+
+    def class_of(self, plain: type) -> type[AbsentTensor]:
+        """The class of an absent tensor whose usual class is `plain`."""
+        if plain not in self._classes:
+            bases = (AbsentTensor,) if plain is Tensor else (AbsentTensor, plain)
+            attributes = {"plain": plain, "home": self, "__module__": __name__}
+            self._classes[plain] = type(f"Absent{plain.__name__}", bases, attributes)
+        return self._classes[plain]
 
     def lose(self, index: int, parameter: Tensor, why: str) -> None:
         """Make the parameter of slot `index` absent for good; so become those that are absent already."""
@@ -228,14 +233,8 @@ def is_absent(tensor: Tensor) -> bool:
     return isinstance(tensor, AbsentTensor)
 
 
-def _class_of(plain: type, unit: str, names: tuple[str, ...], home: Absent) -> type[AbsentTensor]:
-    bases = (AbsentTensor,) if plain is Tensor else (AbsentTensor, plain)
-    attributes = {"unit": unit, "slots": names, "plain": plain, "home": home, "__module__": __name__}
-    return type(f"Absent{plain.__name__}", bases, attributes)
-
-
 def _name_of(absent: AbsentTensor) -> str:
-    return absent.slots[absent.storage_offset()]
+    return absent.home.names[absent.storage_offset()]
 
 
 def _absent_in(tree: Any) -> list[AbsentTensor]:
@@ -286,5 +285,5 @@ def _absent_view(func: Any, args: Any) -> Tensor:
     parameter = args[0]
     with as_tensors():
         view: Tensor = func(*args)
-    view.__class__ = _class_of(Tensor, parameter.unit, parameter.slots, parameter.home)
+    view.__class__ = parameter.home.class_of(Tensor)
     return view
