@@ -27,7 +27,6 @@ from zeroshard.step.clipping import Clipping
 from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import Classes, ParamGroups, defaults_of
 from zeroshard.step.stepper import FullState, Stepper, Update
 from zeroshard.step.steppers import Steppers
@@ -102,15 +101,15 @@ class ShardedOptimizer(TorchOptimizer):
         self.handle = _find_handle(handle, [p for group in self.param_groups for p in group["params"]], process_group)
         self.engine = self.handle.engine
         self.groups = ParamGroups(self.param_groups, self._classes, self.engine, takes_all=handle is not None)
-        self._state = OptimizerState(Steppers(self.engine))
+        self._steppers = Steppers(self.engine)
         with self.engine.claims.claimed(self.groups.parameters(), self):
             self.engine.unfreeze()
-            self._state.steppers = Steppers(self.engine, self.groups)
+            self._steppers.build(self.groups)
             self.engine.pool.expect_room(0, "the scratch of this optimizer")
-            has_fp16 = any(unit.weights.buffer.dtype == torch.float16 for unit in self._state.steppers.units)
+            has_fp16 = any(unit.weights.buffer.dtype == torch.float16 for unit in self._steppers.units)
             policy = as_policy(loss_scale, has_fp16=has_fp16)
             scaler = LossScaler(policy) if policy is not None else None
-            self.agreement = Agreement(self.engine, self.groups, self._state, scaler, non_finite, skip_norm_above)
+            self.agreement = Agreement(self.engine, self.groups, self._steppers, scaler, non_finite, skip_norm_above)
         self.clipping = Clipping()
         self._clips = Clips(self.engine, self.agreement, self.clipping)
         self._uneven_inputs = UnevenInputs(self.engine)
@@ -270,7 +269,7 @@ class ShardedOptimizer(TorchOptimizer):
     def _update(self, active: dict[Unit, list[bool]], update: Update, arguments: Mapping[str, Any]) -> None:
         self.engine.reducer.use_idle_buckets()
         with self.agreement.updating():
-            self._state.steppers.step(self.param_groups, active, update, dict(arguments))
+            self._steppers.step(self.param_groups, active, update, dict(arguments))
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -286,7 +285,7 @@ class ShardedOptimizer(TorchOptimizer):
     def _discard_gradients(self) -> None:
         self.agreement.forget()
         self.clipping.clear()
-        self._state.steppers.discard_gradients()
+        self._steppers.discard_gradients()
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
@@ -320,7 +319,7 @@ class ShardedOptimizer(TorchOptimizer):
         self._classes.of_groups.append(of_group)
         if not self._is_built:
             return
-        before = self._state.steppers
+        before = self._steppers.all, self._steppers.units
         try:
             if not all(map(self.engine.admits, group["params"])):
                 raise InvalidValue(
@@ -332,7 +331,7 @@ class ShardedOptimizer(TorchOptimizer):
                 self.rebuild()
         except ValueError:
             self.param_groups.pop(), self._classes.of_groups.pop()
-            self._state.steppers = before
+            self._steppers.all, self._steppers.units = before
             raise
 
     @torch.no_grad()
@@ -340,11 +339,11 @@ class ShardedOptimizer(TorchOptimizer):
         """Make new steppers after parameters have been added; existing state is kept. Collective."""
         if not self._is_built:
             return  # called from the constructor, which makes the steppers itself
-        state = self._state.gather()
+        state = self._steppers.gather()
         self.adopt(self.groups.newly_trainable())
         self.groups.changed()
-        self._state.steppers = Steppers(self.engine, self.groups)
-        self._state.load(state)
+        self._steppers.build(self.groups)
+        self._steppers.load(state)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add parameters of the handle that no optimizer has to the first group, at the place that they would have had
@@ -362,22 +361,22 @@ class ShardedOptimizer(TorchOptimizer):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors that this optimizer holds, by kind."""
-        return self._state.tensors()
+        return self._steppers.tensors()
 
     def let_go(self) -> None:
         """Free all state and every view of main: the handle is being closed."""
-        self._state.waiting.clear()
-        self._state.steppers = Steppers(self.engine)
+        self._steppers.waiting.clear()
+        self._steppers.build(None)
 
     @property
     def waiting(self) -> FullState:
         """The state of frozen parameters, in full on every rank."""
-        return self._state.waiting
+        return self._steppers.waiting
 
     @property
     def steppers(self) -> Sequence[Stepper]:
         """The steppers: the parts of main that this rank updates, and their state."""
-        return self._state.steppers.all
+        return self._steppers.all
 
     @property
     def scaling(self) -> LossAccount:

@@ -33,9 +33,9 @@ from zeroshard.step.control import (
     exchange_norms,
 )
 from zeroshard.step.gradient_norms import norms_of_pieces
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.same_gradients import SameGradients
+from zeroshard.step.steppers import Steppers
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
 
@@ -104,7 +104,7 @@ class Agreement:
         self,
         engine: Engine,
         groups: ParamGroups,
-        state: OptimizerState,
+        steppers: Steppers,
         scaler: LossScaler | None,
         non_finite: NonFinite | None,
         skip_norm_above: float | None,
@@ -116,18 +116,18 @@ class Agreement:
         self._is_alone = engine.collectives.mesh.world.size == 1
         are_equal = engine.plan.mean is REPLICATED and not self._is_alone
         self.same = SameGradients(engine.collectives) if are_equal else None
-        self._engine, self._groups, self._state = engine, groups, state
+        self._engine, self._groups, self._steppers = engine, groups, steppers
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported = SettingsReport()
         self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
-        self.ahead = Ahead(engine, groups, state)
+        self.ahead = Ahead(engine, groups, steppers)
         engine.collectives.messages.introduce(_AGAIN, updates=True)
         self._asked: Asked | None = None
 
     @property
     def units(self) -> dict[Unit, set[int]]:
         """The slots of each unit that are this optimizer's, in the handle's order."""
-        return self._state.steppers.units
+        return self._steppers.units
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Agreement:
         assert asked is not None, "`ask` was called"
         if asked.control is None:
             if self.ahead.goes and not asked.is_ahead:
-                self._state.steppers.take_part(self.ahead.active)  # other ranks may go ahead
+                self._steppers.take_part(self.ahead.active)  # other ranks may go ahead
             control = asked.question.answer()
             if not (control.finite or math.isinf(asked.norm_type)):
                 # Because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
@@ -248,7 +248,7 @@ class Agreement:
         self._sample_weights()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
-        gradients = list(self._state.steppers.own_gradients()) if status is Status.READY else []
+        gradients = list(self._steppers.own_gradients()) if status is Status.READY else []
         overflows = self.losses.overflows()
         if status is Status.READY:
             is_unscaled = self.losses.default is not None and not self.losses.used  # a step then raises

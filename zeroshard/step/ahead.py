@@ -16,7 +16,6 @@ gathers.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -32,7 +31,6 @@ from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control, Question, Row, Status, row_numbers
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.gradient_norms import norm_to_clip_on_device
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import Update
 from zeroshard.step.steppers import Steppers
@@ -54,12 +52,12 @@ class Ahead:
         active: the slots of each unit that took part in the last step.
     """
 
-    def __init__(self, engine: Engine, groups: ParamGroups, state: OptimizerState) -> None:
+    def __init__(self, engine: Engine, groups: ParamGroups, steppers: Steppers) -> None:
         self.active: dict[Unit, list[bool]] = {}
-        self._engine, self._groups, self._state = engine, groups, state
+        self._engine, self._groups, self._steppers = engine, groups, steppers
         self._flags: Sequence[bool] = ()
         # What has stepped last, if all ranks could go ahead.
-        self._after: tuple[weakref.ref[Steppers], int] | None = None
+        self._after: tuple[int, int] | None = None
 
     @property
     def goes(self) -> bool:
@@ -68,10 +66,10 @@ class Ahead:
         return self._after == self._now and self._engine.collectives.orders is None
 
     @property
-    def _now(self) -> tuple[weakref.ref[Steppers], int]:
-        """The steppers, and how often what trains has changed: which units are gathered after a step depends on it."""
-        # A weak reference: steppers that have been replaced, or let go, have state that must be freed.
-        return weakref.ref(self._state.steppers), self._engine.freezing.num_changes
+    def _now(self) -> tuple[int, int]:
+        """How often the steppers have been built, and how often what trains has changed: which units are gathered after
+        a step depends on it."""
+        return self._steppers.num_builds, self._engine.freezing.num_changes
 
     def forget(self) -> None:
         """No rank goes ahead before the next update."""
@@ -86,7 +84,7 @@ class Ahead:
             needs_host: whether something else in this step does.
         """
         is_known = has_queue(self._engine.collectives.device) and flags == self._flags and norm_type == 2
-        is_ahead = is_known and not needs_host and _can_be_void(self._state.steppers, self._groups.lists)
+        is_ahead = is_known and not needs_host and _can_be_void(self._steppers, self._groups.lists)
         return Status.READY if is_ahead else Status.NOT_AHEAD
 
     def learn(self, control: Control, active: dict[Unit, list[bool]], flags: Sequence[bool]) -> None:

@@ -18,22 +18,22 @@ from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.runtime.plain_model import names_by_id
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import stepped
+from zeroshard.step.steppers import Steppers
 
 
 class StateDicts:
     """The `state_dict` of one optimizer."""
 
-    def __init__(self, groups: ParamGroups, state: OptimizerState, losses: LossAccount, engine: Engine) -> None:
-        self._groups, self._state, self._losses, self._engine = groups, state, losses, engine
+    def __init__(self, groups: ParamGroups, steppers: Steppers, losses: LossAccount, engine: Engine) -> None:
+        self._groups, self._steppers, self._losses, self._engine = groups, steppers, losses, engine
 
     @phase("state_dict")
     def collect(self, destination: Destination) -> dict[str, Any]:
         """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; an empty dict
         on ranks that the destination leaves out. Gathered item by item, each copied at once. Collective."""
-        state = self._state.gather(destination=destination)
+        state = self._steppers.gather(destination=destination)
         if not destination.includes(self._engine.collectives.mesh.world.rank):
             return {}
         numbered = {number: state[p] for number, p in enumerate(self._groups.parameters()) if p in state}
@@ -57,7 +57,7 @@ class StateDicts:
         """
         self._expect_same(state_dict)
         adopt(self._groups.adopted_with(state_dict))
-        self._state.load(self._groups.state_by_parameter(state_dict), as_main=True)
+        self._steppers.load(self._groups.state_by_parameter(state_dict), as_main=True)
         self._load_rest(state_dict)
 
     @phase("load_state_dict")
@@ -68,12 +68,12 @@ class StateDicts:
         by unit. Collective; errors as of `load`."""
         source = FromRank0(self._engine.collectives, state_dict, self._expect_fitting)
         adopt(self._groups.adopted_with(source.state_dict))
-        state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._state.steppers.all)
-        self._state.waiting.clear()
-        of_units = [unit.parameters for unit in self._state.steppers.units]
+        state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._steppers.all)
+        self._steppers.waiting.clear()
+        of_units = [unit.parameters for unit in self._steppers.units]
         for params in [*of_units, [p for p in state if p not in done]]:
             received = {p: source.receive(state[p]) for p in params if p in state}
-            self._state.load(state | received, dict.fromkeys(params), as_main=True)
+            self._steppers.load(state | received, dict.fromkeys(params), as_main=True)
         self._load_rest({**source.state_dict, "param_groups": source.receive(source.state_dict["param_groups"])})
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ class StateDicts:
                 "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
                 f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
             )
-        self._state.expect_fitting(self._groups.state_by_parameter(state_dict))
+        self._steppers.expect_fitting(self._groups.state_by_parameter(state_dict))
 
     def _expect_same(self, state_dict: dict[str, Any]) -> None:
         """Check that it fits, and is the same on every rank. Collective.

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidKey, InvalidState
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.stepper import FullState
+from zeroshard.step.steppers import Steppers
 
 
 class StateView(MutableMapping[Tensor, Any]):
     """See the module's note. `params`: the optimizer's parameters; no other tensor can have a state."""
 
-    def __init__(self, params: Sequence[Tensor], state: OptimizerState) -> None:
-        self._params, self._state = params, state
+    def __init__(self, params: Sequence[Tensor], steppers: Steppers) -> None:
+        self._params, self._steppers = params, steppers
 
     def __getitem__(self, parameter: Tensor) -> ParameterState:
         self._expect_mine(parameter)
@@ -37,13 +37,13 @@ class StateView(MutableMapping[Tensor, Any]):
             ValueError: an item has another shape than the parameter.
         """
         self._expect_mine(parameter)
-        self._state.load({parameter: state} if state else {}, {parameter})
+        self._steppers.load({parameter: state} if state else {}, {parameter})
 
     def __delitem__(self, parameter: Tensor) -> None:
         self[parameter] = {}
 
     def __iter__(self) -> Iterator[Tensor]:
-        found = self._state.parameters()
+        found = self._steppers.parameters()
         return iter([parameter for parameter in self._params if parameter in found])
 
     def __len__(self) -> int:
@@ -62,13 +62,13 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def clear(self) -> None:
         """Remove all state, as before the first step."""
-        self._state.clear()
+        self._steppers.clear()
 
     def __repr__(self) -> str:
         return f"<the state of {len(self._params)} parameters, gathered when it is read: optimizer.state[parameter]>"
 
     def _gather(self, only: Collection[Tensor] | None) -> FullState:
-        full = self._state.gather(only)
+        full = self._steppers.gather(only)
         with torch.inference_mode(False):  # an inference tensor has no version
             for state in full.values():
                 state.update({key: Gathered.of(v, key) for key, v in state.items() if isinstance(v, Tensor)})

@@ -1,8 +1,9 @@
-"""The steppers of one optimizer: which stepper has which parameters; they step in the same order on all ranks."""
+"""The steppers of one optimizer, which step in the same order on all ranks, and the state of its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 from zeroshard.comm.profiling import phase
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.full_state import Destination
+from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.granularity import Granularity, granularity_of
 from zeroshard.step.inner import Arguments, arguments_for
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
-from zeroshard.step.stepper import Stepper, Update
+from zeroshard.step.stepper import FullState, Stepper, Update, as_saved, stepped
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -30,35 +31,41 @@ STEPPERS: dict[Granularity, Callable[[Assignment], Stepper]] = {
 
 
 class Steppers:
-    """The steppers of one optimizer. When parameters begin to train, a new object replaces this one.
+    """The steppers of one optimizer, of no parameters before `build`. The state of its parameters is in the steppers
+    and, of parameters that no stepper has, in full here.
 
     Attributes:
         all: one stepper for each optimizer class; steppers of whole parameters first.
         units: unit -> the slots that these steppers have, in the engine's order.
+        num_builds: how often they have been built.
+        waiting: the state of frozen parameters, in full on every rank, until they begin to train.
     """
 
-    def __init__(self, engine: Engine, groups: ParamGroups | None = None) -> None:
-        """`groups`: None: no parameters.
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.all: tuple[Stepper, ...] = ()
+        self.units: dict[Unit, set[int]] = {}
+        self.num_builds = 0
+        self.waiting: FullState = {}
+
+    def build(self, groups: ParamGroups | None) -> None:
+        """Replace them by new ones, without state. `groups`: None: no parameters.
 
         Raises:
             ValueError: a class cannot be sharded, or refuses its parameters.
         """
-        self._engine = engine
-        self.all = tuple(_build(groups, engine)) if groups is not None else ()
-        slots: dict[Unit, set[int]] = {unit: set() for unit in engine.units}
-        for stepper in self.all:
+        new = tuple(_build(groups, self._engine)) if groups is not None else ()
+        slots: dict[Unit, set[int]] = {unit: set() for unit in self._engine.units}
+        for stepper in new:
             for member in stepper.assignment.members():
                 slots[member.unit].add(member.index)
-        self.units = {unit: of_unit for unit, of_unit in slots.items() if of_unit}
+        self.all, self.units = new, {unit: of_unit for unit, of_unit in slots.items() if of_unit}
+        self.num_builds += 1
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of the own shards, as views."""
         for stepper in self.all:
             yield from stepper.own_gradients()
-
-    def include(self, destination: Destination) -> bool:
-        """Whether this rank keeps what goes to that destination."""
-        return destination.includes(self._engine.collectives.mesh.world.rank)
 
     # Stepping ----------------------------------------------------------------------------------------------------
 
@@ -125,6 +132,70 @@ class Steppers:
             unit.grads.consume(slots)
             visible.forget(unit, slots)
 
+    # State -------------------------------------------------------------------------------------------------------
+
+    def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
+        """Parameter -> full state (`only`: of these parameters) on the ranks that the destination includes. Collective.
+
+        Raises:
+            ValueError: on every rank: state that cannot be gathered.
+        """
+        state: FullState = {}
+        keeps = destination.includes(self._engine.collectives.mesh.world.rank)
+        for parameter, items in self.waiting.items():
+            if keeps and (only is None or parameter in only):
+                state[parameter] = {key: _copied(item, destination) for key, item in items.items()}
+        for stepper in self.all:
+            state |= stepper.state.gather(only, destination)
+        return state
+
+    def load(
+        self,
+        state: Mapping[Tensor, Mapping[str, Any]],
+        only: Collection[Tensor] | None = None,
+        *,
+        as_main: bool = False,
+    ) -> None:
+        """Replace the state by `state`, in the form of `gather`, the same on every rank. Parameters that are not in it
+        have no state afterwards. `only`: keep the state of all other parameters. `as_main`: see `as_saved`.
+
+        Raises:
+            ValueError: an item has another shape; nothing has been changed.
+        """
+        saved = [as_saved(stepper, state, as_main=as_main) for stepper in self.all]
+        done = stepped(self.all)
+        for stepper, of_one in zip(self.all, saved, strict=True):
+            stepper.state.load(of_one, only)
+        for parameter in [*self.waiting] if only is None else only:
+            self.waiting.pop(parameter, None)
+        for parameter, items in state.items():
+            if parameter not in done and (only is None or parameter in only):
+                self.waiting[parameter] = copy.deepcopy(dict(items))
+
+    def expect_fitting(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Raises:
+        ValueError: `load` would raise."""
+        for stepper in self.all:
+            as_saved(stepper, state)
+
+    def parameters(self) -> set[Tensor]:
+        """The parameters that have state. Collective."""
+        return {*self.waiting}.union(*(stepper.state.parameters() for stepper in self.all))
+
+    def clear(self) -> None:
+        """Remove all state, as before the first step."""
+        self.waiting.clear()
+        for stepper in self.all:
+            stepper.state.clear()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The tensors held, by kind."""
+        kinds: dict[str, list[Tensor]] = {}
+        for stepper in self.all:
+            for kind, tensors in stepper.tensors().items():
+                kinds.setdefault(kind, []).extend(tensors)
+        return kinds
+
     # Other methods of the classes ------------------------------------------------------------------------------------
 
     def have_method(self, name: str) -> bool:
@@ -160,6 +231,11 @@ class Steppers:
         if all(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _copied(item: Any, destination: Destination) -> Any:
+    """An item of state that this rank holds in full, at its destination."""
+    return destination.copy(item) if isinstance(item, Tensor) and destination != EVERYWHERE else item
 
 
 def _stop_gathering(unit: Unit) -> None:

@@ -22,10 +22,10 @@ from zeroshard.runtime.full_state import Destination
 from zeroshard.step.agreement import Agreement
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control
-from zeroshard.step.optimizer_state import OptimizerState
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.state_dict import StateDicts
 from zeroshard.step.state_view import StateView
+from zeroshard.step.steppers import Steppers
 from zeroshard.step.uneven_inputs import FollowerHook, UnevenInputs
 
 
@@ -36,7 +36,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     groups: ParamGroups
     agreement: Agreement
     clipping: Clipping
-    _state: OptimizerState
+    _steppers: Steppers
     _uneven_inputs: UnevenInputs
 
     def __init__(self, params: list[Any], defaults: dict[str, Any]) -> None:
@@ -101,13 +101,13 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             after(self)
 
     def _state_dicts(self) -> StateDicts:
-        return StateDicts(self.groups, self._state, self.scaling, self.engine)
+        return StateDicts(self.groups, self._steppers, self.scaling, self.engine)
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
         """The state of each parameter, gathered when it is read: collective (see `state_view`)."""
         self.engine.check_open("state")
-        return StateView(self.groups.parameters(), self._state)
+        return StateView(self.groups.parameters(), self._steppers)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -124,7 +124,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """A method that the user's class has and this one does not (`train` and `eval` of schedule-free classes). A
         call runs it on all of main, and sets the weights. Collective."""
-        if not name.startswith("_") and "_state" in self.__dict__ and self._state.steppers.have_method(name):
+        if not name.startswith("_") and "_steppers" in self.__dict__ and self._steppers.have_method(name):
             return partial(self._call, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -135,7 +135,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         # The exchange also makes sure that all ranks have read the weights before any rank writes them.
         together(self.engine.collectives, name, self.agreement.expect_no_gradients)
         with self.agreement.updating():
-            return self._state.steppers.call(name, (args, kwargs), self.param_groups)
+            return self._steppers.call(name, (args, kwargs), self.param_groups)
 
     # In a join (`runtime/join.py`, `uneven_inputs.py`) -----------------------------------------------------------
 
