@@ -37,4 +37,4 @@ def give_up_after(seconds: float, group: dist.ProcessGroup | None = None) -> Non
     pipes the group's timeout stays."""
     found = connected(dist.group.WORLD if group is None else group)
     if found is not None:
-        found.pipes._timeout = seconds
+        found._timeout = seconds

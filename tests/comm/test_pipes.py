@@ -487,8 +487,8 @@ def test_a_rank_may_end_right_after_its_last_step_while_a_slower_one_still_reads
         if rank == 1:
             pipes = connected(torch.distributed.group.WORLD)
             assert pipes is not None
-            for file in [*pipes.pipes._files]:  # as the system does at the end of a process
-                pipes.pipes._release(file)
+            for file in [*pipes._files]:  # as the system does at the end of a process
+                pipes._release(file)
             store.set("the other one has ended", "")
             return {}
         return {name: value.clone() for name, value in model.state_dict().items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zeroshard.comm.profiling import span
-from zeroshard.comm.recording import RECORDER, Range
+from zeroshard.comm.recording import Range, open_range
 
 
 class CommEvent(NamedTuple):
@@ -60,7 +60,7 @@ class CommLog:
     ) -> Flight:
         """Record a collective that starts here. Whoever waits for it calls `land`."""
         event = self.record(op, unit, phase, num_bytes, common=common, kind=kind)
-        return Flight(event, RECORDER.open("collective", *event))
+        return Flight(event, open_range("collective", *event))
 
     def record(
         self, op: str, unit: str, phase: str, num_bytes: int, *, common: int | None = None, kind: str = ""

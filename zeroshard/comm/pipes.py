@@ -205,7 +205,13 @@ class _Locked:
 
 
 class Pipes:
-    """The pipes of this process to all other ranks of a group. Any thread may send, receive and wait."""
+    """The pipes of this process to all other ranks of a group. Any thread may send, receive and wait.
+
+    Attributes:
+        processes: of the group, by global rank, once they are connected.
+    """
+
+    processes: Mapping[int, Process]
 
     def __init__(self, rank: int, ranks: Sequence[int], timeout: float) -> None:
         """
@@ -467,15 +473,8 @@ def _close_all(files: set[int]) -> None:
             os.close(file)
 
 
-@dataclass(frozen=True)
-class Connected:
-    """The connections of a group whose ranks share memory and have pipes. `processes`: global rank -> process."""
-
-    pipes: Pipes
-    processes: Mapping[int, Process]
-
-
-_CONNECTED: weakref.WeakKeyDictionary[Any, Connected] = weakref.WeakKeyDictionary()
+_CONNECTED: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
+"""The pipes of each group whose ranks share memory."""
 _ALL: weakref.WeakSet[Pipes] = weakref.WeakSet()
 """The pipes of this process, connected or not."""
 _CHANGES = threading.Lock()
@@ -490,11 +489,11 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def connected(group: dist.ProcessGroup) -> Connected | None:
-    """The connections of a process group, which all its meshes share; None before its first mesh, and in a forked
-    copy of this process."""
+def connected(group: dist.ProcessGroup) -> Pipes | None:
+    """The pipes of a process group, which all its meshes share; None before its first mesh, and in a forked copy of
+    this process."""
     found = _CONNECTED.get(group)
-    return None if found is None or found.pipes.is_forked_copy else found
+    return None if found is None or found.is_forked_copy else found
 
 
 class Connecting:
@@ -535,7 +534,8 @@ class Connecting:
         """Take the pipes into use. Call it only if `connect` returned True on all ranks."""
         assert self._pipes is not None, "connected"
         self._pipes.start()
-        _CONNECTED[self._group] = Connected(self._pipes, processes)
+        self._pipes.processes = processes
+        _CONNECTED[self._group] = self._pipes
         return self._pipes
 
 

@@ -35,7 +35,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd.profiler import record_function
 
-from zeroshard.comm.recording import RECORDER, Kind, Range
+from zeroshard.comm.recording import Kind, Range, Recording, open_range
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,7 +56,7 @@ def profiled(name: str, unit: str = "") -> AbstractContextManager[Any]:
 
 def span(name: str, unit: str = "", kind: Kind = "phase", phase: str = "") -> AbstractContextManager[Any]:
     """A range, for as long as the block runs."""
-    if RECORDER.now is None and not torch._C._autograd._profiler_enabled():
+    if Recording.now is None and not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return _Span(name, unit, kind, phase)
 
@@ -67,7 +67,7 @@ def phase(name: str, *, of_unit: bool = False) -> Callable[[Callable[P, R]], Cal
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            if RECORDER.now is None and not torch._C._autograd._profiler_enabled():
+            if Recording.now is None and not torch._C._autograd._profiler_enabled():
                 return function(*args, **kwargs)
             unit: Any = args[1] if of_unit else None
             with _Span(name, unit.name if of_unit else "", "phase", ""):
@@ -87,7 +87,7 @@ class _Span:
 
     def __enter__(self) -> None:
         self._profiled.__enter__()
-        self._range = RECORDER.open(*self._described)
+        self._range = open_range(*self._described)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

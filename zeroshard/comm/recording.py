@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -67,10 +67,13 @@ class Recording:
     """The ranges that were opened between `start` and `stop`.
 
     Attributes:
+        now: the recording that has started; None: nothing is recorded. One per process, as torch's profiler: all
+            handles and threads record there.
         ranges: in the order in which they were opened.
         began, ended: marks of `start` and `stop`.
     """
 
+    now: ClassVar[Recording | None] = None
     began: Mark
     ended: Mark
 
@@ -84,18 +87,18 @@ class Recording:
         Raises:
             RuntimeError: another recording of this process has started, and not stopped.
         """
-        if RECORDER.now is not None:
+        if Recording.now is not None:
             raise InvalidState(
                 "a timeline of this process is being recorded, and contains everything: record one at a time"
             )
         if self._device is not None:
             self._device.synchronize()  # so that the first event is at the same moment as the host
         self.began = self.mark()
-        RECORDER.now = self
+        Recording.now = self
 
     def stop(self) -> None:
         """Waits for the device."""
-        RECORDER.now = None
+        Recording.now = None
         self.ended = self.mark()
         if self._device is not None:
             self._device.synchronize()
@@ -119,20 +122,11 @@ class Recording:
         return self.began.event.elapsed_time(mark.event) / 1000
 
 
-class Recorder:
-    """`now`: the recording that has started; None: nothing is recorded."""
-
-    now: Recording | None = None
-
-    def open(self, kind: Kind, name: str, unit: str = "", phase: str = "", num_bytes: int = 0) -> Range | None:
-        """Open a range in the recording, if there is one."""
-        recording = self.now
-        if recording is None:
-            return None
-        opened = Range(recording, kind, name, unit, phase, num_bytes)
-        recording.ranges.append(opened)  # one operation of Python, so threads do not disturb each other
-        return opened
-
-
-RECORDER = Recorder()
-"""One per process, as torch's profiler: all handles and threads record here."""
+def open_range(kind: Kind, name: str, unit: str = "", phase: str = "", num_bytes: int = 0) -> Range | None:
+    """Open a range in the recording that has started, if there is one."""
+    recording = Recording.now
+    if recording is None:
+        return None
+    opened = Range(recording, kind, name, unit, phase, num_bytes)
+    recording.ranges.append(opened)  # one operation of Python, so threads do not disturb each other
+    return opened

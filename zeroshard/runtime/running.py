@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.comm.recording import RECORDER, Kind, Range
+from zeroshard.comm.recording import Kind, Range, Recording, open_range
 from zeroshard.errors import InvalidState
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import in_backward
@@ -86,7 +86,7 @@ class Running:
         self.expect_alone(units)
         if self._runner is None:
             self._runner = threading.get_ident()
-        if RECORDER.now is not None:
+        if Recording.now is not None:
             around = self._calls[-1][0] if self._calls else ()
             for tensor in _requiring_grad(inputs):
                 hook = tensor.register_hook(partial(self._go_on, units, around))  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ class Running:
 
     def returned(self, units: Sequence[Unit], output: Any) -> None:
         """A module that needs these units has returned."""
-        for tensor in _requiring_grad(output) if RECORDER.now is not None else ():
+        for tensor in _requiring_grad(output) if Recording.now is not None else ():
             if tensor.grad_fn is None:
                 continue
             node = threading.get_ident(), tensor.grad_fn._sequence_nr()
@@ -164,10 +164,10 @@ def _requiring_grad(values: Any) -> list[Tensor]:
 
 
 def _open(kind: Kind, units: Sequence[Unit]) -> Range | None:
-    if RECORDER.now is None or not units:
+    if Recording.now is None or not units:
         return None
     named = [unit for unit in units if not unit.spec.is_part] or units  # not those that the call only keeps
-    return RECORDER.open(kind, kind, ", ".join(unit.name for unit in named))
+    return open_range(kind, kind, ", ".join(unit.name for unit in named))
 
 
 def _close(opened: Range | None) -> None:
