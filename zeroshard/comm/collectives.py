@@ -107,15 +107,15 @@ class Collectives:
         return self.transport.memory
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 zeros [num_bytes] for buffers that peers gather or reduce from."""
+        """See `Transport.allocate`."""
         return self.transport.allocate(num_bytes, device)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory that peers map."""
+        """See `Transport.is_shared`."""
         return self.transport.is_shared(tensor)
 
     def map_peers(self) -> None:
-        """Map what the peers have allocated so far, if ranks read each other's memory. Collective."""
+        """See `Transport.map_peers`. Collective."""
         self.transport.map_peers(self.exchange_objects, lambda: self.count(0))
 
     # Full buffers -----------------------------------------------------------------------------------------------
@@ -215,8 +215,7 @@ class Collectives:
     def all_to_all(
         self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
     ) -> Pending:
-        """Over the shard axis: the first `sent[0]` elements of `data` go to rank 0, the next `sent[1]` to rank 1, ...;
-        `out` takes `received[r]` elements from each rank r, in rank order."""
+        """Over the shard axis; see `Transport.all_to_all`."""
         axis = self.mesh.shard
         at = self._begin("all_to_all", axis, f"all_to_all of unit {unit} ({phase})")
         total = sum(sent)
@@ -384,8 +383,7 @@ class Collectives:
             self.orders.refuse(what)
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this. There is no timeout as long as the watch sees heartbeats of the
-        missing ranks. Without a watch it returns at once."""
+        """See `patience.wait_for_all`."""
         self._expect_followed("a wait for all ranks")
         world = self.mesh.world
         wait_for_all(world.ranks, self._name)
@@ -397,13 +395,7 @@ class Collectives:
         return Wait(key, HERE.begin(key), axis.ranks, text)
 
     def meet_at(self, point: str) -> None:
-        """Check that all ranks are at the same point of the program. Collective. If a rank gathers or reduces instead,
-        and collectives are announced (gloo), that rank raises at once, and the ranks here when they hear of its
-        collective or of its end. With other backends they wait.
-
-        Raises:
-            RuntimeError: a peer is elsewhere.
-        """
+        """See `Transport.meet_at`."""
         self._expect_followed(f"a meeting at {point}")
         self.transport.meet_at(point, {"all_gather": self.mesh.shard, "reduce_scatter": self.mesh.reduce})
 

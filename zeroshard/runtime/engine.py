@@ -123,8 +123,7 @@ class Engine(NotCopied):
         return False
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters in the order of the model's `parameters()`, so that a plain optimizer over them has
-        the same `state_dict`."""
+        """See `Handle.trainable_parameters`."""
         trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
         return [p for p in self.model.parameters() if id(p) in trainable]
 

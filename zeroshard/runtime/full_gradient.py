@@ -13,12 +13,7 @@ from zeroshard.storage.unit import Unit
 
 
 def full_gradient(engine: Engine, name: str) -> Tensor:
-    """The reduced gradient of one parameter in its shape: the mean over ranks, without the loss scale. Collective.
-
-    Raises:
-        ValueError: no trainable parameter of that name.
-        RuntimeError: it has no reduced gradient.
-    """
+    """See `Handle.gradient`."""
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
     engine.reducer.visible.apply_clips()
@@ -34,12 +29,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
 
 
 def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
-    """Set the reduced gradient of one parameter to `values` (in its shape, without the loss scale). Collective.
-
-    Raises:
-        ValueError: no trainable parameter of that name; values of another shape, or not the same on every rank.
-        RuntimeError: its unit has gradients that are accumulated and not reduced; losses have weights.
-    """
+    """See `Handle.set_gradient`."""
     unit, index, _ = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
     if tuple(values.shape) != shape:

@@ -57,11 +57,7 @@ EVERYWHERE = Destination()
 
 @phase("full state")
 def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[str, Tensor]:
-    """Name -> full value on the ranks that the destination includes; an empty dict on the others. Collective.
-
-    Args:
-        main: take main's values instead of the weights'.
-    """
+    """See `Handle.full_state_dict`."""
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     engine.collectives.num_reads += 1
@@ -79,16 +75,7 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
 
 @phase("load full state")
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
-    """Load values into main, weights and buffers. Collective.
-
-    Args:
-        state: name -> value, the same on every rank; with `from_rank0` only rank 0's is used, and broadcast unit by
-            unit. Buffers and ignored parameters may differ between ranks: each rank takes its own values.
-
-    Raises:
-        ValueError: on every rank, before anything has been changed: other shapes; names that only one side has, if
-            `strict`; parameters whose values differ between ranks.
-    """
+    """See `Handle.load_full_state_dict`."""
     names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
     collectives, extra_states = engine.collectives, engine.plain.extra_states()
     has_state = not from_rank0 or collectives.mesh.world.rank == 0

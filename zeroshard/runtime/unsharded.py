@@ -56,11 +56,7 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 
 @contextmanager
 def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
-    """A scope in which these units have their full weights, to read. Entering is collective.
-
-    Raises:
-        RuntimeError: a parameter was written to inside.
-    """
+    """See `Handle.unsharded`: a scope to read. Only entering is collective."""
     with _shown(units, gatherer):
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         yield
@@ -78,16 +74,7 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
 
 @contextmanager
 def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None) -> Iterator[None]:
-    """A scope in which these units have their full weights; values written inside become the new weights and main.
-    Entering and leaving are collective; leaving by an error is not.
-
-    Args:
-        modifier_rank: the rank whose values are taken; None: all ranks must have written the same.
-
-    Raises:
-        ValueError: on every rank: `modifier_rank` is not a rank, or differs between ranks; or the written values
-            differ. The old values are restored.
-    """
+    """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not."""
     collectives = gatherer.collectives
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):

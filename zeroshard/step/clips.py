@@ -33,15 +33,11 @@ class Clips:
         self._applied = 1.0  # what the gradients have been multiplied by since that answer
 
     def by_norm(self, max_norm: float, norm_type: float, ask: Callable[[float], None], *, needs_host: bool) -> Tensor:
-        """The norm of the mean gradient after earlier clips, 0-d float64.
+        """See `ShardedOptimizer.clip_grad_norm_`.
 
         Args:
             ask: begins the control exchange for a norm.
             needs_host: whether a norm that is not finite is an error.
-
-        Raises:
-            ValueError: `max_norm` or `norm_type` is not positive; see `Agreement.answer`.
-            RuntimeError: see `Agreement.answer`; or the norm is not finite, and the caller wants an error.
         """
         if not max_norm > 0:
             raise InvalidValue(f"max_norm must be positive, found {max_norm}")
@@ -75,11 +71,7 @@ class Clips:
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     def by_value(self, clip_value: float) -> None:
-        """Clamp each element.
-
-        Raises:
-            ValueError: `clip_value` is not positive.
-        """
+        """See `ShardedOptimizer.clip_grad_value_`."""
         if not clip_value > 0:
             raise InvalidValue(f"clip_value must be positive, found {clip_value}")
         self._clipping.clamp(clip_value)

@@ -31,8 +31,7 @@ class StateDicts:
 
     @phase("state_dict")
     def collect(self, destination: Destination) -> dict[str, Any]:
-        """`state` and `param_groups`, and the loss scaler's state, if there is one, under "loss_scale"; an empty dict
-        on ranks that the destination leaves out. Gathered item by item, each copied at once. Collective."""
+        """See `TorchOptimizer.state_dict`."""
         state = self._steppers.gather(destination=destination)
         if not destination.includes(self._engine.collectives.mesh.world.rank):
             return {}
@@ -46,15 +45,8 @@ class StateDicts:
 
     @phase("load_state_dict")
     def load(self, state_dict: dict[str, Any], adopt: Callable[[Iterable[nn.Parameter]], None]) -> None:
-        """Replace the state, the hyper-parameters and the loss scaler's state. Collective.
-
-        Args:
-            state_dict: the same on every rank.
-            adopt: called with parameters that are frozen now, and were trained when it was saved.
-
-        Raises:
-            ValueError: on every rank, before anything has been changed: it does not fit, or differs between ranks.
-        """
+        """See `TorchOptimizer.load_state_dict`. `adopt`: called with parameters that are frozen now, and were trained
+        when it was saved."""
         self._expect_same(state_dict)
         adopt(self._groups.adopted_with(state_dict))
         self._steppers.load(self._groups.state_by_parameter(state_dict), as_main=True)
@@ -64,8 +56,7 @@ class StateDicts:
     def load_from_rank0(
         self, state_dict: dict[str, Any] | None, adopt: Callable[[Iterable[nn.Parameter]], None]
     ) -> None:
-        """Like `load`, but only rank 0 has a state_dict (the other ranks' arguments are ignored), and it is sent unit
-        by unit. Collective; errors as of `load`."""
+        """Like `load`, with the state_dict of rank 0."""
         source = FromRank0(self._engine.collectives, state_dict, self._expect_fitting)
         adopt(self._groups.adopted_with(source.state_dict))
         state, done = self._groups.state_by_parameter(source.state_dict), stepped(self._steppers.all)
