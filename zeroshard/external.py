@@ -7,10 +7,10 @@ parameter is its position in the optimizer, whether it trains or not.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -31,15 +31,10 @@ from zeroshard.storage.unit import build_units
 
 
 class EngineOfParameters(Engine):
-    """An engine that reduces no gradients, and to which parameters can be added.
-
-    Attributes:
-        handle: returns the handle that owns added parameters; a weak reference.
-    """
+    """An engine that reduces no gradients, and to which parameters can be added."""
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(OPTIMIZER_ONLY, (), collectives, None)
-        self.handle: Callable[[], Handle | None] = lambda: None
 
     def new_reducer(self) -> Reducer:
         return ReducedByOthers(self.units, self.collectives, self.pool, self.ledger)
@@ -59,18 +54,17 @@ class EngineOfParameters(Engine):
                     "torch.nn.utils.vector_to_parameters does)"
                 )
 
-    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> bool:
         """Shard the parameters that begin to train. Collective; errors as of `shard_parameters`."""
         new = newcomers(self, parameters)
         if new:
-            self.take(new)
+            self.take(new, handle)
         note_untaken(self, parameters)
         return bool(new)
 
-    def take(self, new: dict[str, nn.Parameter]) -> None:
+    def take(self, new: dict[str, nn.Parameter], handle: Handle) -> None:
         """Add parameters, by name, with rank 0's values. Collective; errors as of `shard_parameters`."""
-        parameters, handle = list(new.values()), self.handle()
-        assert handle is not None, "its optimizer has it"
+        parameters = list(new.values())
         together(self.collectives, "ShardedOptimizer", partial(self._expect_ready, new))
         specs = list(_specs(new, is_first=not self.units))
         expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # before any broadcast
@@ -121,8 +115,7 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
     engine = EngineOfParameters(collectives)
     handle = Handle(engine)
-    engine.handle = weakref.ref(handle)
-    engine.take({name: parameter for name, parameter in named(parameters).items() if is_wanted(parameter)})
+    engine.take({name: parameter for name, parameter in named(parameters).items() if is_wanted(parameter)}, handle)
     note_untaken(engine, parameters)
     return handle
 

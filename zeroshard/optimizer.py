@@ -326,7 +326,7 @@ class ShardedOptimizer(TorchOptimizer):
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
             with self.engine.claims.claimed(group["params"], self):
-                self.engine.take_newcomers(self.groups.parameters())
+                self.engine.take_newcomers(self.groups.parameters(), self.handle)
                 self.engine.unfreeze()
                 self.rebuild()
         except ValueError:
@@ -354,7 +354,7 @@ class ShardedOptimizer(TorchOptimizer):
         """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
         if self.engine.untaken and any(handle_of(parameter) is None for parameter in self.groups.parameters()):
             self.engine.check_open("optimizer.step")
-            if self.engine.take_newcomers(self.groups.parameters()):
+            if self.engine.take_newcomers(self.groups.parameters(), self.handle):
                 self.rebuild()
 
     # For checkpoints ---------------------------------------------------------------------------------------------

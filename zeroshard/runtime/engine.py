@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -117,9 +117,9 @@ class Engine(NotCopied):
         """Whether an optimizer of this model may have the parameter."""
         return any(parameter is mine for unit in self.units for mine in unit.parameters)
 
-    def take_newcomers(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> bool:
         """Shard those of an optimizer's parameters that are admitted and not sharded yet: there can be some only under
-        OPTIMIZER_ONLY (`external.py`). Returns whether there were any."""
+        OPTIMIZER_ONLY (`external.py`). Returns whether there were any. `handle`: the one that owns them then."""
         return False
 
     def trainable_parameters(self) -> list[nn.Parameter]:

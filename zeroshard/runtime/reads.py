@@ -37,7 +37,7 @@ class ReadsRaise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _expect_present(self, operands: Iterable[Tensor]) -> None:
         for operand in operands:
             for unit in self._units:
-                index = unit.weights.absent_index(operand)
+                index = unit.weights.absent.index_of(operand)
                 if index is not None:
                     raise InvalidState(not_here(unit.layout.slots[index].name, unit.name))
 

@@ -53,11 +53,13 @@ class Stretch:
 
     @property
     def is_cast(self) -> bool:
-        return _is_cast(self.unit)
+        """Whether gradients are cast to main's dtype."""
+        return self.unit.grads.held_in != self.unit.main.dtype
 
     @property
     def is_joined(self) -> bool:
-        return _is_joined(self.unit)
+        """Whether main is joined from weights and remainder."""
+        return self.unit.main.needs_scratch
 
     @cached_property
     def is_in_place(self) -> bool:
@@ -320,19 +322,10 @@ class FlatStep:
             scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
 
 
-def _is_cast(unit: Unit) -> bool:
-    """Whether gradients are cast to main's dtype."""
-    return unit.grads.held_in != unit.main.dtype
-
-
-def _is_joined(unit: Unit) -> bool:
-    """Whether main is joined from weights and remainder."""
-    return unit.main.needs_scratch
-
-
 def _is_in_place(unit: Unit) -> bool:
     """Whether a step needs no scratch for the unit, and nothing is gathered after it."""
-    return not _is_cast(unit) and not _is_joined(unit) and unit.main.interval.numel == unit.layout.numel
+    main = unit.main
+    return unit.grads.held_in == main.dtype and not main.needs_scratch and main.interval.numel == unit.layout.numel
 
 
 def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:

@@ -324,10 +324,6 @@ class Weights:
             return False
         return full.data_ptr() <= tensor.data_ptr() < full.data_ptr() + full.nbytes
 
-    def absent_index(self, tensor: Tensor) -> int | None:
-        """The slot of which `tensor` is the absent stand-in (or a view of it); None if it is not one."""
-        return self.absent.index_of(tensor)
-
     def expect_present(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Check that none of these tensors was taken from a parameter while it was absent. `values`: with their names.
 
@@ -335,7 +331,7 @@ class Weights:
             RuntimeError: one was.
         """
         for name, value in values:
-            if self.absent_index(value) is not None:
+            if self.absent.index_of(value) is not None:
                 raise InvalidState(
                     f"functional_call: {name} has been taken from the model while its values were not here, and is "
                     "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
