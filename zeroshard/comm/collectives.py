@@ -150,7 +150,7 @@ class Collectives:
         # chooses which elements are sampled.
         look = partial(self.samples.take, self.samples.next_number(of_mean=of_mean), unit, full)
         if axis.size == 1 or not full.numel():
-            return Pending().at_place(at).then(look)
+            return Pending().then(look)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
@@ -207,8 +207,7 @@ class Collectives:
         """Tell the peers on the shard axis that this rank has read all their shared weights. When the result has been
         waited for, the peers have read this rank's."""
         axis = self.mesh.shard
-        key = f"read {self._name}"
-        at = Wait(key, HERE.begin(key), axis.ranks, "the ranks that read its weights")
+        at = self._begin("read", axis, "the ranks that read its weights")
         unlogged = Flight(CommEvent("peers have read", "", "step", 0))
         return Pending(self, self.messages.acknowledge(axis, "all_gather")).at_place(at, unlogged)
 

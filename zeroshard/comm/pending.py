@@ -71,7 +71,7 @@ class Pending:
                 self._acknowledgements = finish() or ()
         self._owner.log.wait_seconds += time.perf_counter() - start
 
-    def at_place(self, at: Wait | None, flight: Flight | None = None) -> Pending:
+    def at_place(self, at: Wait | None, flight: Flight | None) -> Pending:
         """Set `at` and `flight`. Returns self."""
         self.at, self.flight = at, flight
         return self

@@ -157,7 +157,7 @@ class Probe:
     identity, every peer that finds it there writes its own beside it, and the owner checks that all have."""
 
     def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
-        self._shared, self._rank, self._num_ranks = shared, rank, num_ranks
+        self._shared, self._rank = shared, rank
         self._segment = shared.allocate(8 * num_ranks)
         self._slots = self._segment.view(torch.int64)
         self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process

@@ -1,7 +1,7 @@
 """Flat buffers: one contiguous 1-D tensor per unit and kind, its views, and the placement of its values.
 
-[Note: placement] A buffer has two placements. `resting` is where its values are between steps. It decides which storage
-the buffer keeps, and therefore whether it needs a pool buffer for a full tensor (`borrows`) or keeps all values on this
+[Note: placement] A buffer has two placements. The one in which it *rests* between steps decides which storage the
+buffer keeps, and therefore whether it needs a pool buffer for a full tensor (`borrows`) or keeps all values on this
 rank (`rests_in_full`). `placement` is where the values are now. `redistribute` changes it by an exchange; until
 `arrive`, `placement` is where they will be (`is_arriving`). `become` changes it without an exchange: when values have
 been written, or are no longer needed. Nothing else records where values are: the states of weights and gradients are
@@ -58,12 +58,12 @@ class FlatBuffer:
 
     Attributes:
         layout: shared by the weights, gradients and main of a unit.
+        own_interval: the interval of the full buffer that is the own shard.
         full: [layout.numel], or None while only the shard is held.
         shard: [layout.shard_numel], the own interval: a view of `full` if the buffer owns `full`, else a storage of its
             own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty after `let_go`.
         is_guest: whether the shard lies in a pool buffer for a while (`Pool.lodge`).
         most: the most bytes of its own storage so far.
-        resting: where its values are between steps.
         borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
         is_apart: whether each slot has a tensor of its own (`slot_buffer.py`).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
@@ -84,10 +84,10 @@ class FlatBuffer:
         "is_guest",
         "layout",
         "most",
+        "own_interval",
         "pending",
         "placement",
         "rank",
-        "resting",
         "shard",
     )
 
@@ -103,8 +103,7 @@ class FlatBuffer:
     ) -> None:
         """`resting`: SHARDED allocates only the shard, others the full buffer (also SHARDED, if there is one shard).
         `lasting`: False allocates nothing before `hold`, and `let_go` frees it again."""
-        self.layout, self.rank = layout, rank
-        self.resting = resting
+        self.layout, self.rank, self.own_interval = layout, rank, layout.shard(rank)
         self.borrows = resting is SHARDED and layout.num_shards > 1
         self.placement: Placement | None = resting
         self.is_arriving = False
@@ -139,7 +138,7 @@ class FlatBuffer:
         if self.borrows:
             self.shard = held
         else:
-            self.full, self.shard = held, held[self.layout.shard(self.rank).slice]
+            self.full, self.shard = held, held[self.own_interval.slice]
 
     def let_go(self) -> None:
         """Free the buffer's own storage, unless it is lasting. The values are lost."""
@@ -304,9 +303,8 @@ class FlatBuffer:
     def keep_own(self, factor: int) -> None:
         """Zero the full buffer but for the own interval, which is multiplied by `factor`."""
         assert self.full is not None, "the full buffer is not here"
-        own = self.layout.shard(self.rank)
-        self.full[: own.start].zero_()
-        self.full[own.stop :].zero_()
+        self.full[: self.own_interval.start].zero_()
+        self.full[self.own_interval.stop :].zero_()
         self.shard.mul_(factor)
 
     def part(self, world: Interval) -> Tensor:
@@ -315,7 +313,7 @@ class FlatBuffer:
 
     def part_of_shard(self, world: Interval) -> Tensor:
         """The values of an interval of the own shard."""
-        return self.shard[world.relative_to(self.layout.shard(self.rank).start).slice]
+        return self.shard[world.relative_to(self.own_interval.start).slice]
 
     def parts(self, world: Interval) -> Sequence[Tensor]:
         """Views of all values of an interval."""
@@ -353,7 +351,7 @@ class FlatBuffer:
     def own_part_of_full(self) -> Tensor:
         """[shard_numel]: the own interval inside the full buffer."""
         assert self.full is not None, "the full buffer is not here"
-        return self.full[self.layout.shard(self.rank).slice]
+        return self.full[self.own_interval.slice]
 
     def storages(self) -> list[Tensor]:
         """The storage that this buffer owns; nothing that it borrows."""

@@ -278,17 +278,13 @@ class Gradients:
         return self.mean.rests is REPLICATED
 
     @property
-    def own_interval(self) -> Interval:
-        return self.buffer.layout.shard(self.buffer.rank)
-
-    @property
     def held_interval(self) -> Interval:
         """The interval of the full buffer in which this rank has reduced values."""
-        return Interval(0, self.buffer.layout.numel) if self.means_in_full else self.own_interval
+        return Interval(0, self.buffer.layout.numel) if self.means_in_full else self.buffer.own_interval
 
     def own_part(self, index: int) -> Tensor:
         """Flat: the part of one slot's reduced gradient in this rank's shard; may be empty."""
-        world = self.buffer.layout.slots[index].world & self.own_interval
+        world = self.buffer.layout.slots[index].world & self.buffer.own_interval
         return self.buffer.part_of_shard(world) if world else self.buffer.shard[:0]
 
     def held_part(self, index: int) -> Tensor:

@@ -198,7 +198,7 @@ class Unit:
         return self._indices[name]
 
     def own_shard(self) -> Interval:
-        return self.layout.shard(self.weights.buffer.rank)
+        return self.weights.buffer.own_interval
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The storages that this unit holds, by kind."""
