@@ -70,12 +70,12 @@ class NativeTransport(Transport):
                 for rank, intervals in enumerate(moved.of_shard)
                 for part in parts(terms, intervals)
             ]
-        return Pending(self, works, lambda: sum_.put(parts(own, moved.inside(axis.rank))))
+        return Pending(self, works, lambda: sum_.put(parts(own, moved.inside[axis.rank])))
 
     def _reduce_narrow(self, sum_: Sum) -> Pending:
         """Send the terms in the narrower dtype by all-to-all, and add them up on this rank."""
         axis, moved, full, wire = sum_.axis, sum_.portions, sum_.full, sum_.reduction.wire
-        own = moved.numel_of(axis.rank)
+        own = moved.numels[axis.rank]
         # Not the backend's reduce-scatter: it would add in `wire`, and sums in bf16 would lose the precision of fp32
         # gradients.
         scratch = sum_.reduction.scratch
@@ -86,8 +86,7 @@ class NativeTransport(Transport):
         for place, term in zip(split_like(sent, terms), terms, strict=True):
             place.copy_(term)
         into = rest[: axis.size * own * wire.itemsize].view(wire)
-        sizes = [moved.numel_of(rank) for rank in range(axis.size)]
-        work = dist.all_to_all_single(into, sent, [own] * axis.size, sizes, group=axis.group, async_op=True)
+        work = dist.all_to_all_single(into, sent, [own] * axis.size, [*moved.numels], group=axis.group, async_op=True)
         of_peers = [split_like(received[rank], sum_.places) for rank in axis.peers]
         return Pending(self, [work], lambda: sum_.take(of_peers, sum_.totals_in(scratch)))
 

@@ -47,7 +47,7 @@ class PairwiseTransport(Transport):
         # rank's own term.
         spared = [] if sum_.is_cast or sum_.is_in_place else [sum_.places]
         num_carved = len(axis.peers) - len(spared)
-        carved, rest = carve(sum_.reduction.scratch, num_carved, moved.numel_of(axis.rank), wire)
+        carved, rest = carve(sum_.reduction.scratch, num_carved, moved.numels[axis.rank], wire)
         received = [*spared, *(split_like(term, sum_.places) for term in carved)]
         announced = None
         if sum_.about:
@@ -61,7 +61,7 @@ class PairwiseTransport(Transport):
         for peer in axis.peers:
             term = parts(full, moved.of_shard[peer])
             if sum_.is_cast:
-                cast, left = carve(left, 1, moved.numel_of(peer), wire)
+                cast, left = carve(left, 1, moved.numels[peer], wire)
                 for place, part in zip(split_like(cast[0], term), term, strict=True):
                     place.copy_(part)
                 term = split_like(cast[0], term)

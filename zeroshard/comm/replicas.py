@@ -32,7 +32,7 @@ class Replicas:
         """
         axis, out, key = self._axis, of_shards.out, f"reduce_replicas {self._mesh}"
         scratch = reduction.scratch if reduction.of_replicas is None else reduction.of_replicas
-        moved = Portions.of(of_shards.portions.inside(of_shards.axis.rank), out.numel(), axis.size)
+        moved = Portions.of(of_shards.portions.inside[of_shards.axis.rank], out.numel(), axis.size)
         own = in_shards(out, axis.size)[axis.rank]
         place: list[tuple[Wait, Flight]] = []
 

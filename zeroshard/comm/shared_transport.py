@@ -97,7 +97,7 @@ class SharedTransport(PairwiseTransport):
         def copy_from_peers() -> Sequence[Any]:
             shards = in_shards(full, axis.size)
             for rank in axis.peers:
-                theirs, inside = self._peer(announced, rank, shards[rank]), moved.inside(rank)
+                theirs, inside = self._peer(announced, rank, shards[rank]), moved.inside[rank]
                 for to, value in zip(parts(shards[rank], inside), parts(theirs, inside), strict=True):
                     to.copy_(value)
             return self.messages.acknowledge(axis, gather.kind) if gather.acknowledge else []

@@ -115,7 +115,7 @@ class Sum:
     @cached_property
     def places(self) -> list[Tensor]:
         """Where the sums of the own portions go, in `out`."""
-        return parts(self.out, self.portions.inside(self.axis.rank))
+        return parts(self.out, self.portions.inside[self.axis.rank])
 
     def look(self) -> None:
         """Look at this rank's terms now."""

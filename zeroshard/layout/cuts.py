@@ -75,14 +75,6 @@ class Pattern:
     runs: tuple[Run, ...]
     times: int
 
-    @property
-    def num_pieces(self) -> int:
-        return self.times * sum(run.count for run in self.runs)
-
-    @property
-    def numel(self) -> int:
-        return self.times * sum(run.numel * run.count for run in self.runs)
-
 
 def cut(
     layout: BufferLayout,

@@ -43,11 +43,13 @@ class Portions:
         return len(self.of_shard)
 
     @cached_property
-    def _numels(self) -> tuple[int, ...]:
+    def numels(self) -> tuple[int, ...]:
+        """Number of elements in the portions of each shard."""
         return tuple(sum(interval.numel for interval in of_rank) for of_rank in self.of_shard)
 
     @cached_property
-    def _inside(self) -> tuple[tuple[Interval, ...], ...]:
+    def inside(self) -> tuple[tuple[Interval, ...], ...]:
+        """The portions of each shard, counted from its start."""
         shard = self.numel // self.num_shards
         return tuple(
             tuple(interval.relative_to(rank * shard) for interval in of_rank)
@@ -57,26 +59,19 @@ class Portions:
     @cached_property
     def total(self) -> int:
         """Number of elements in the portions of all shards."""
-        return sum(self._numels)
+        return sum(self.numels)
 
     @property
     def is_whole(self) -> bool:
         return self.total == self.numel
 
-    def numel_of(self, rank: int) -> int:
-        return self._numels[rank]
-
-    def inside(self, rank: int) -> tuple[Interval, ...]:
-        """The portions of a shard, counted from its start."""
-        return self._inside[rank]
-
     def sent_to_reduce(self, rank: int) -> int:
         """Elements that a rank sends in a reduction: to each other rank, that rank's portions."""
-        return self.total - self.numel_of(rank)
+        return self.total - self.numels[rank]
 
     def sent_to_gather(self, rank: int) -> int:
         """Elements that a rank sends in a gather: its own portions, to each other rank."""
-        return (self.num_shards - 1) * self.numel_of(rank)
+        return (self.num_shards - 1) * self.numels[rank]
 
 
 @lru_cache(maxsize=1024)

@@ -208,7 +208,7 @@ class Gradients:
     def _clear_between_portions(self) -> None:
         """Zero the shard outside of the portions: frozen slots, whose values the reduction does not write."""
         end = 0
-        for portion in self._portions.inside(self.buffer.rank):
+        for portion in self._portions.inside[self.buffer.rank]:
             self.buffer.shard[end : portion.start].zero_()
             end = portion.stop
         self.buffer.shard[end:].zero_()
