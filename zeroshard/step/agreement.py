@@ -342,14 +342,6 @@ class Agreement:
             if unit.weights.is_resting_in_full:  # if only some ranks skip it here, the comparison skips it
                 samples.take(number, unit.name, unit.weights.full)
 
-    def expect_no_gradients(self) -> None:
-        """Raises:
-        ValueError: gradients of this optimizer are waiting for a step."""
-        if self._engine.has_gradients(self.units):
-            raise InvalidValue(
-                "gradients are waiting for a step: call it between a step (or zero_grad) and the next backward"
-            )
-
     def forget(self) -> None:
         """Forget the last control exchange: its gradients have been consumed."""
         self._asked = None

@@ -132,8 +132,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.engine.check_open(name)
         self.engine.gatherer.settle()
-        # The exchange also makes sure that all ranks have read the weights before any rank writes them.
-        together(self.engine.collectives, name, self.agreement.expect_no_gradients)
+        # All ranks must have read the weights before any rank writes them. Gradients may wait: they stay as they are.
+        together(self.engine.collectives, name, lambda: None)
         with self.agreement.updating():
             return self._steppers.call(name, (args, kwargs), self.param_groups)
 
