@@ -1,4 +1,5 @@
-"""`Sharding`, the record that all frameworks share: what it asks for of a model that is sharded already."""
+"""`Sharding`, the record that all frameworks share: what it asks for of a model that is sharded already; models of
+transformers generate."""
 
 from __future__ import annotations
 
@@ -72,3 +73,35 @@ def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
             handle.close()
 
     run_ranks(check, 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_may_generate_until_they_are_done() -> None:
+    """Sequences of different lengths, as loops of transformers and TRL generate them under DDP."""
+    hf = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+
+    def build(adapted: bool) -> Any:
+        sizes = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4}
+        torch.manual_seed(0)
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=4, eos_token_id=None)).eval()
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM")) if adapted else model
+
+    def check(rank: int) -> None:
+        prompt = torch.tensor([[3 + rank, 4, 5]])
+        for adapted in (False, True):
+            plain, model = build(adapted), build(adapted)
+            handle = Sharding("zero3", units="LlamaDecoderLayer").shard(model)
+            for length in (2 + 5 * rank, 9):
+
+                def say(of: Any, length: int = length, **more: Any) -> Any:
+                    return of.generate(input_ids=prompt, do_sample=False, max_new_tokens=length, **more).tolist()
+
+                assert say(model) == say(plain)
+                assert say(model, synced_gpus=True) == say(plain)
+                with handle.unsharded():
+                    assert rank or say(model) == say(plain)  # one rank alone
+            handle.close()
+            assert say(model) == say(plain)
+
+    run_ranks(check, 2, collective_timeout=60)

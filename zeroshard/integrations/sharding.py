@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +23,7 @@ from zeroshard.model.managed import Ignored
 from zeroshard.model.paths import Modules, modules_of
 from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
 from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.placement import Plan, as_plan
+from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for
 from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
@@ -97,12 +100,15 @@ class Sharding:
                     f"this {type(model).__name__} is sharded already, and not as asked for ({', '.join(others)}) but "
                     f"so: {handle}. Call close() of its handle first, or ask for the same"
                 )
+            _gather_to_generate(handle)
             return handle
         options = {name: value for name, value in self._values() if name not in _OF_THE_OPTIMIZER}
         record = as_precision(self.precision) if isinstance(self.precision, (str, MixedPrecision)) else None
         if record is not None and record.output is None and self._output is not None:
             options["precision"] = replace(record, output=self._output)
-        return shard(model, **options)
+        handle = shard(model, **options)
+        _gather_to_generate(handle)
+        return handle
 
     def _other_than(self, handle: Handle) -> Iterator[str]:
         """The fields that ask for something else than what the model of the handle has. Those that are left out (except
@@ -164,6 +170,28 @@ def _is_in(precision: Precisions, handle: Handle, modules: Modules) -> bool:
 def _is_same(found: MixedPrecision, asked: MixedPrecision) -> bool:
     """Whether they are equal, apart from the dtype of outputs if none is asked for."""
     return asked == (found if asked.output is not None else replace(found, output=None))
+
+
+def _gather_to_generate(handle: Handle) -> None:
+    """Make `generate` of models of transformers gather the weights once. Sequences end at a different length on each
+    rank, so the ranks run forward a different number of times; loops call it as if that were no matter."""
+    library = sys.modules.get("transformers.generation.utils")
+    for module in handle.model.modules() if library is not None and handle.plan.weights is SHARDED else ():
+        if isinstance(module, library.GenerationMixin) and "generate" not in vars(module):  # type: ignore[union-attr]
+            module.generate = _gathering(weakref.ref(module), type(module).generate)
+
+
+def _gathering(module: weakref.ref[Any], of_class: Any) -> Any:
+    @functools.wraps(of_class)
+    def generate(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        model: Any = module()
+        handle = handle_of_model(model)
+        if synced_gpus or handle is None:  # the ranks run forward equally often; or it is closed
+            return of_class(model, *args, synced_gpus=synced_gpus, **kwargs)
+        with handle.unsharded():
+            return of_class(model, *args, synced_gpus=synced_gpus, **kwargs)
+
+    return generate
 
 
 def handle_of_model(model: nn.Module) -> Handle | None:

@@ -131,17 +131,6 @@ class ShardedTrainerMixin:
             callback.sync_target_model = partial(_in_full, callback.sync_target_model)
         super().add_callback(callback)  # type: ignore[misc]
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A prediction step. `generate` (of a Seq2SeqTrainer) stops at a different length on each rank, so it runs
-        inside `handle.unsharded()`, where a forward is not collective."""
-        step = partial(super().prediction_step, model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
-        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
-            return step()
-        with self.handle.unsharded():
-            return step()
-
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
