@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +255,9 @@ def test_what_else_its_methods_do() -> None:
             assert run.accelerator.optimizer_step_was_skipped is skipped
             assert same_bits(before, run.weights()) is skipped
             assert (rate == run.scheduler.get_last_lr()) is skipped
-        # Clipping a part of the parameters is refused: it would have another norm.
+        # A part of the parameters cannot be clipped: their gradients are scaled.
         run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
-        with pytest.raises(ValueError, match="expected all parameters of one optimizer, found 5 of its 20"):
+        with pytest.raises(RuntimeError, match=r"losses were scaled or weighted.* optimizer.clip_grad_norm_"):
             run.accelerator.clip_grad_norm_(run.model.blocks[0].parameters(), 1.0)
         assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), torch.inf)) > 1e-3
         run.accelerator.clip_grad_value_(run.model.parameters(), 1e-9)
@@ -265,6 +266,42 @@ def test_what_else_its_methods_do() -> None:
         with pytest.raises(RuntimeError, match="register_for_checkpointing"):
             run.accelerator.register_save_state_pre_hook(print)
         uneven(rank)
+
+    run_ranks(check, 2)
+
+
+def test_one_clip_of_several_optimizers_and_of_a_part() -> None:
+    """As with the plain Accelerator."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        import accelerate
+        from accelerate.state import AcceleratorState
+
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 2)
+        found = []
+        for build in (accelerate.Accelerator, Accelerator, partial(Accelerator, sharding="zero2")):
+            AcceleratorState._reset_state()
+            accelerator, model, norms = build(), make(Net), []
+            blocks = [p for name, p in model.named_parameters() if name.startswith("blocks")]
+            others = [p for name, p in model.named_parameters() if not name.startswith("blocks")]
+            model, *optimizers = accelerator.prepare(
+                model, torch.optim.SGD(blocks, lr=0.1), torch.optim.AdamW(others, lr=1e-2)
+            )
+            for step in range(3):
+                accelerator.backward(loss_of(model, texts().tensors[0][4 * step + 2 * rank :][:2]))
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                norms.append(float(accelerator.clip_grad_norm_(others[:1], 0.1, norm_type=torch.inf)))
+                accelerator.clip_grad_value_(blocks[:3], 0.02)
+                for optimizer in optimizers:
+                    optimizer.step(), optimizer.zero_grad()
+            found.append((norms, accelerator.get_state_dict(model)))
+        (norms, state), *others = found
+        for of_other, state_of_other in others:
+            assert of_other == pytest.approx(norms, rel=1e-4)
+            assert all(torch.allclose(value, state[name], atol=1e-5) for name, value in state_of_other.items())
 
     run_ranks(check, 2)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint import load, save
 from zeroshard.comm.mesh import init
 from zeroshard.errors import InvalidState, InvalidValue
-from zeroshard.handle import Handle
+from zeroshard.handle import Handle, handle_of
 from zeroshard.integrations.sharding import (
     Sharding,
     expect_handle_of,
@@ -163,11 +163,11 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip the gradient norm of all parameters of one prepared optimizer. Collective.
+        """Clip the gradient norm of these parameters: of one prepared optimizer, of several, or a part. Collective.
 
         Raises:
-            ValueError: not all parameters of the optimizer, or parameters of several optimizers.
-            RuntimeError: between the micro-batches of one step.
+            RuntimeError: between the micro-batches of one step; or losses are scaled, and these are not all parameters
+                of one optimizer.
         """
         parameters = _listed(parameters)
         optimizer = self._clipped(parameters, "clip_grad_norm_")
@@ -177,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         return optimizer.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip gradient elements of all parameters of one prepared optimizer; errors as of `clip_grad_norm_`."""
+        """Clip the gradient elements of these parameters; errors as of `clip_grad_norm_`."""
         parameters = _listed(parameters)
         optimizer = self._clipped(parameters, "clip_grad_value_")
         if optimizer is None:
@@ -186,14 +186,13 @@ class Accelerator(accelerate.Accelerator):
             optimizer.clip_grad_value_(float(clip_value))
 
     def _clipped(self, parameters: list[Any], what: str) -> ShardedOptimizer | None:
-        """The optimizer of these parameters, whose gradients are complete; None if they are not sharded."""
-        optimizer = optimizer_of(parameters, self._sharded_optimizers(), what)
-        if optimizer is not None and not self.sync_gradients:
+        """The optimizer of these parameters, whose gradients are complete. None: torch clips them, in `p.grad`."""
+        if not self.sync_gradients and any(handle_of(parameter) is not None for parameter in parameters):
             raise InvalidState(
                 f"accelerator.{what}: more micro-batches of this step follow, and its gradients are not reduced yet: "
                 "write `if accelerator.sync_gradients:` before it"
             )
-        return optimizer
+        return optimizer_of(parameters, self._sharded_optimizers())
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:

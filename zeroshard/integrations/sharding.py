@@ -225,29 +225,13 @@ def trained_state(handle: Handle, *, rank0_only: bool = True) -> dict[str, Tenso
     return state
 
 
-def optimizer_of(
-    parameters: Iterable[nn.Parameter], optimizers: Iterable[ShardedOptimizer], what: str
-) -> ShardedOptimizer | None:
-    """The optimizer that has these parameters; None if no ShardedOptimizer has any of them.
-
-    Raises:
-        ValueError: these are not all parameters of it, or parameters of several.
-    """
+def optimizer_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[ShardedOptimizer]) -> ShardedOptimizer | None:
+    """The optimizer whose parameters are exactly these, apart from frozen ones; None if there is none."""
     asked = {id(parameter) for parameter in parameters if parameter.requires_grad}
-    found = {}
     for optimizer in optimizers:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        if asked & own:
-            found[id(optimizer)] = optimizer, own
-    if not found:
-        return None
-    [(optimizer, own), *others] = found.values()
-    if others or asked != own:
-        raise InvalidValue(
-            f"{what}: expected all parameters of one optimizer, found {len(asked & own)} of its {len(own)} and "
-            f"{len(asked - own)} others. Clip by the optimizer: optimizer.{what}(...) of the ShardedOptimizer itself"
-        )
-    return optimizer
+        if asked == {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
+            return optimizer
+    return None
 
 
 @contextmanager
