@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.kit import Block, Net, make
+from tests.kit import Block, Net, largest_difference, loss_of_tokens, make
 from zeroshard.integrations import Sharding
 from zeroshard.testing import run_ranks
 
@@ -70,6 +70,43 @@ def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
                 [name] = asked
                 with pytest.raises(ValueError, match=rf"is sharded already, and not as asked for \({name}=.*zero3, "):
                     Sharding(**asked).shard(model)
+            handle.close()
+
+    run_ranks(check, 2)
+
+
+def test_the_last_optimizer_has_the_parameters() -> None:
+    """A second fit of a module, or another `prepare`, makes a new optimizer while the old one is still referenced."""
+
+    def train(model: torch.nn.Module, take_over: Any, loss_of: Any) -> list[Any]:
+        made = []
+        for number, of_class in enumerate((torch.optim.AdamW, torch.optim.SGD)):
+            made.append(take_over(of_class(model.parameters(), lr=1e-2)))
+            for step in range(2):
+                loss_of(2 * number + step).backward()
+                made[-1].step()
+                made[-1].zero_grad()
+        return made
+
+    def check(rank: int) -> None:
+        for plan in ("zero3", "ddp"):
+            plain, model = make(Net), make(Net)
+            sharding = Sharding(plan, units=Block)
+            handle = sharding.shard(model)
+            train(
+                plain,
+                lambda one: one,
+                lambda step, of=plain: (loss_of_tokens(of, 0, 0, step) + loss_of_tokens(of, 1, 0, step)) / 2,
+            )
+            first, second = train(model, sharding.take_over, lambda step, of=model: loss_of_tokens(of, rank, 0, step))
+            assert largest_difference(handle.full_state_dict(), dict(plain.state_dict())) < 1e-5
+            for call in (first.step, first.state_dict, lambda first=first: first.clip_grad_norm_(1.0)):
+                with pytest.raises(
+                    RuntimeError, match="this optimizer is out of use, as another one has got its param"
+                ):
+                    call()
+            assert first.tensors() == {}
+            assert len(second.param_groups) == 1
             handle.close()
 
     run_ranks(check, 2)

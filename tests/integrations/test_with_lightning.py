@@ -178,8 +178,11 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
     early = folder / f"step={HALF}.ckpt"
     [of_early] = run.validate(module, loader, ckpt_path=early, verbose=False, weights_only=False)
     assert of_early["val"] > of_last["val"]
-    more = trainer(folder, type(run.strategy)(run.strategy.sharding), run.num_devices, max_steps=1)
+    more, once_more = (
+        trainer(folder, type(run.strategy)(run.strategy.sharding), run.num_devices, max_steps=1) for _ in range(2)
+    )
     more.fit(module, loader)
+    once_more.fit(module, loader)
     [after] = more.validate(module, loader, verbose=False)
     assert after["val"] != of_early["val"]
     with pytest.raises(ValueError, match=r"sharded already, and not as asked for \(precision="):
@@ -244,6 +247,10 @@ def fabric_loop(rank: int, folder: Path) -> None:
                 scheduler.step()
                 if number + 1 == HALF * MICRO_BATCHES:
                     fabric.save(folder / "half.ckpt", state)
+        other = fabric.setup_optimizers(torch.optim.SGD(plain.parameters(), lr=1.0))
+        with pytest.raises(RuntimeError, match="this optimizer is out of use"):
+            optimizer.step()
+        assert other.param_groups[0]["lr"] == 1.0
         assert found == losses[begin * MICRO_BATCHES :]
         assert same_bits(handle_of_model(plain).full_state_dict(), weights)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class FabricStrategy(DDPStrategy):
         super().__init__(**kwargs)
         expect_no_ddp_options(self._ddp_kwargs)
         self._backward_sync_control = _NoSync()
-        self._optimizers: list[ShardedOptimizer] = []
+        self._optimizers = WeakSet[ShardedOptimizer]()
 
     @property
     def precision(self) -> Precision:
@@ -70,8 +71,9 @@ class FabricStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take the optimizer over, with its state. Collective."""
-        self._optimizers.append(self.sharding.take_over(optimizer))
-        return self._optimizers[-1]
+        sharded = self.sharding.take_over(optimizer)
+        self._optimizers.add(sharded)
+        return sharded
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward of the loss, scaled if there is a loss scale.

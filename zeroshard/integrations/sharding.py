@@ -28,6 +28,7 @@ from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_
 from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
+from zeroshard.step.taken_over import retire
 
 _OF_THE_OPTIMIZER = ("loss_scale", "non_finite", "skip_norm_above")
 
@@ -127,7 +128,8 @@ class Sharding:
             yield "keep_gathered"
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
-        """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. Collective.
+        """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. The one that has had
+        these parameters before (in an earlier fit, for example) is out of use then. Collective.
 
         Raises:
             ValueError: parameters are not sharded, or belong to several models.
@@ -143,6 +145,9 @@ class Sharding:
                 f"{type(optimizer).__name__} has parameters of {found} that is not sharded: prepare (set up) the model "
                 "before its optimizer or together with it, and one optimizer for each model"
             )
+        owners = {id(owner): owner for owner in map(handle.engine.claims.owner_of, parameters) if owner is not None}
+        for owner in owners.values():
+            retire(owner)
         options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
         return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
 

@@ -83,6 +83,11 @@ class Claims:
             self._owners = before
             raise
 
+    def release(self, owner: Owner) -> None:
+        """End the claims of an optimizer."""
+        self._owner_of = {key: known for key, known in self._owner_of.items() if known() is not owner}
+        self._owners = [known for known in self._owners if known() is not owner]
+
     def unclaimed(self, unit: Unit) -> set[int]:
         """Slots whose parameter no living optimizer has."""
         owners = self._owner_of

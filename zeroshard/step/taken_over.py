@@ -95,17 +95,34 @@ def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> No
     for hooks in _HOOKS:
         setattr(to, hooks, getattr(optimizer, hooks))
     optimizer.state.clear()
-    for name in ("step", "state_dict", "load_state_dict", "add_param_group"):
-        setattr(optimizer, name, _handed_over(name))
+    _refuse(optimizer, "{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned")
     # A scheduler warns if the optimizer that it was made for has never stepped, so its step is noted there.
     to.register_step_post_hook(partial(_note_step, weakref.ref(optimizer)))
 
 
-def _handed_over(name: str) -> Callable[..., NoReturn]:
+def retire(optimizer: Any) -> None:
+    """Free the state of a sharded optimizer, and give up its parameters, so that another one can have them. It then
+    raises as one that is taken over."""
+    optimizer.engine.claims.release(optimizer)
+    optimizer.let_go()
+    _refuse(
+        optimizer,
+        "{name}: this optimizer is out of use, as another one has got its parameters since, in another fit, prepare or "
+        "setup (or in this one: give each its own parameters)",
+        "backward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+    )
+
+
+def _refuse(optimizer: Any, text: str, *more: str) -> None:
+    for name in ("step", "state_dict", "load_state_dict", "add_param_group", *more):
+        setattr(optimizer, name, _refusing(text.format(name=name)))
+
+
+def _refusing(text: str) -> Callable[..., NoReturn]:
     def refuse(*args: object, **kwargs: object) -> NoReturn:
-        raise InvalidState(
-            f"{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned"
-        )
+        raise InvalidState(text)
 
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for this mark
     return refuse
