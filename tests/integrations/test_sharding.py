@@ -3,6 +3,7 @@ transformers generate."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -139,6 +140,6 @@ def test_ranks_may_generate_until_they_are_done() -> None:
                 with handle.unsharded():
                     assert rank or say(model) == say(plain)  # one rank alone
             handle.close()
-            assert say(model) == say(plain)
+            assert say(model) == say(copy.deepcopy(model)) == say(plain)
 
     run_ranks(check, 2, collective_timeout=60)

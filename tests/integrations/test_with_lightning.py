@@ -292,6 +292,52 @@ def of_fabric(precision: Any, strategy: str) -> tuple[torch.dtype, torch.dtype, 
     return loss_of_outputs(fabric.setup_module(make(Net)))
 
 
+def test_marked_methods_and_steps_run_as_in_plain_fabric() -> None:
+    """They use parameters of the model itself, and return what `forward` would: without a call of the model the weights
+    were absent under ZeRO-3, and outputs in 16 bits."""
+    pytest.importorskip("lightning")
+    import lightning
+
+    from zeroshard.integrations.lightning import FabricStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = make(Net), nn.Parameter(torch.ones(3))
+
+        def forward(self, tokens: Any) -> Any:
+            return self.net(tokens)
+
+        def scaled(self, tokens: Any) -> Any:
+            return self(tokens) * self.scale.mean() + self.net.head.bias
+
+        def training_step(self, tokens: Any) -> Any:
+            return nn.functional.cross_entropy(self(tokens[:, :-1])[:, -1], tokens[:, -1]) * self.scale.mean()
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        (tokens,) = texts().tensors
+        for precision, dtype in (("32-true", torch.float32), ("bf16-mixed", torch.float32), ("bf16-true", None)):
+            found = []
+            for strategy in ("ddp", FabricStrategy("zero3")):
+                fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
+                fabric.launch()
+                model = Module()
+                wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                assert wrapped.module is model
+                wrapped.mark_forward_method("scaled")
+                for number in range(2):
+                    loss = wrapped.training_step(tokens[4 * number + 2 * rank :][:2])
+                    fabric.backward(loss)
+                    optimizer.step(), optimizer.zero_grad()
+                found.append((wrapped.scaled(tokens[:2]), loss))
+            for plain, ours in zip(*found, strict=True):
+                assert plain.dtype == ours.dtype and dtype in (None, ours.dtype), precision
+                assert torch.allclose(plain, ours, atol=1e-5 if precision == "32-true" else 5e-2), precision
+
+    run_ranks(check, 2)
+
+
 def of_trainer(folder: Path, precision: Any, strategy: str) -> tuple[torch.dtype, torch.dtype, float]:
     """What the module's `forward` returns in `training_step`; the loss that `training_step` has returned."""
     module, seen = module_of(), []

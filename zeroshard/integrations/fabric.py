@@ -67,7 +67,7 @@ class FabricStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module in place. Collective."""
         self.sharding.shard(module)
-        return module
+        return _Called(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take the optimizer over, with its state. Collective."""
@@ -114,10 +114,12 @@ class FabricStrategy(DDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The state dict of the plain model, on rank 0 only. Collective."""
+        module = _plain(module)
         handle = handle_of_model(module)
         return dict(super().get_module_state_dict(module)) if handle is None else trained_state(handle)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        module = _plain(module)
         handle = handle_of_model(module)
         if handle is None:
             super().load_module_state_dict(module, state_dict, strict)
@@ -132,6 +134,22 @@ class FabricStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, plan in NAMES.items():
             strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
+
+
+class _Called(nn.Module):
+    """Another object than the module, and nothing else. Fabric then sends methods that are marked as forward methods
+    (and the steps of a LightningModule) through a call of the module, where weights are gathered and outputs cast."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Called) else module
 
 
 class _NoSync(_BackwardSyncControl):

@@ -6,8 +6,9 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -183,20 +184,19 @@ def _gather_to_generate(handle: Handle) -> None:
     library = sys.modules.get("transformers.generation.utils")
     for module in handle.model.modules() if library is not None and handle.plan.weights is SHARDED else ():
         if isinstance(module, library.GenerationMixin) and "generate" not in vars(module):  # type: ignore[union-attr]
-            module.generate = _gathering(weakref.ref(module), type(module).generate)
+            handle.engine.hooks.replace(module, "generate", _gathering(module))
 
 
-def _gathering(module: weakref.ref[Any], of_class: Any) -> Any:
+def _gathering(module: Any) -> MethodType:
+    own, of_class = weakref.ref(module), type(module).generate
+
     @functools.wraps(of_class)
-    def generate(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-        model: Any = module()
-        handle = handle_of_model(model)
-        if synced_gpus or handle is None:  # the ranks run forward equally often; or it is closed
-            return of_class(model, *args, synced_gpus=synced_gpus, **kwargs)
-        with handle.unsharded():
+    def generate(_: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+        model: Any = own()
+        with nullcontext() if synced_gpus else expect_handle_of(model, "shard").unsharded():
             return of_class(model, *args, synced_gpus=synced_gpus, **kwargs)
 
-    return generate
+    return MethodType(generate, weakref.proxy(module))  # without a cycle of references
 
 
 def handle_of_model(model: nn.Module) -> Handle | None:

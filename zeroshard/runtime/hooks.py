@@ -120,7 +120,11 @@ class Hooks(NotCopied):
                 replaced = after(module, args, kwargs, output)
             return output if replaced is None else replaced
 
-        setattr(module, name, wrapper)
+        self.replace(module, name, wrapper)
+
+    def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of this module, until `detach`."""
+        setattr(module, name, method)
         self._removers.append(partial(delattr, module, name))
 
     def come_first(self) -> None:
