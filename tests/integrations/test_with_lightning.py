@@ -4,6 +4,7 @@ both directions."""
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,29 @@ def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -
             assert ours[2] == pytest.approx(plain[2], rel=1e-3 if dtype == torch.float32 else 1e-2), precision
 
     run_ranks(check, 1)
+
+
+def test_ranks_that_lightning_forks_give_the_weights_back(tmp_path: Path) -> None:
+    """The launcher takes the module's state dict when all is done, and the parent process loads it. Strategies can be
+    pickled, so that ranks can be spawned, too."""
+    pytest.importorskip("lightning")
+    from zeroshard.integrations.lightning import FabricStrategy, ShardedStrategy
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        for kind in (FabricStrategy, ShardedStrategy):
+            assert pickle.loads(pickle.dumps(kind("zero2"))).sharding.plan == "zero2"
+        run, module = trainer(tmp_path, ShardedStrategy("zero3"), 2, max_steps=1), module_of()
+        run.fit(module, loader(rank, 2))
+        weights = run.strategy.handle.full_state_dict()
+        run.strategy._start_method = "fork"
+        run.strategy._configure_launcher()
+        result = run.strategy.launcher._collect_rank_zero_results(run, None)
+        if rank == 0:
+            assert same_bits(torch.load(result.weights_path), weights)
+        assert handle_of_model(module) is None
+
+    run_ranks(check, 2)
 
 
 def of_fabric(precision: Any, strategy: str) -> tuple[torch.dtype, torch.dtype, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class FabricStrategy(DDPStrategy):
         super().__init__(**kwargs)
         expect_no_ddp_options(self._ddp_kwargs)
         self._backward_sync_control = _NoSync()
-        self._optimizers = WeakSet[ShardedOptimizer]()
+        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 
     @property
     def precision(self) -> Precision:
@@ -72,7 +72,7 @@ class FabricStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take the optimizer over, with its state. Collective."""
         sharded = self.sharding.take_over(optimizer)
-        self._optimizers.add(sharded)
+        self._optimizers.append(weakref.ref(sharded))
         return sharded
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +81,8 @@ class FabricStrategy(DDPStrategy):
         Raises:
             RuntimeError: several models have a loss scale, and `module` is None.
         """
-        scaled = {id(one.handle): one for one in self._optimizers if one.scaling.default is not None}
+        alive = [one for reference in self._optimizers if (one := reference()) is not None]
+        scaled = {id(one.handle): one for one in alive if one.scaling.default is not None}
         if module is not None:
             handle = expect_handle_of(module, "fabric.setup(model)")
             scaled = {key: one for key, one in scaled.items() if one.handle is handle}

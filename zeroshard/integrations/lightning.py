@@ -24,6 +24,7 @@ with needing("lightning", "lightning"):
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -73,6 +74,12 @@ class ShardedStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         init()
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self.launcher
+        if isinstance(launcher, _MultiProcessingLauncher):
+            self._launcher = _Launcher(self, launcher._start_method)
 
     def setup(self, trainer: Any) -> None:
         """Configure the optimizers over the plain module, shard it, and take the optimizers over. Collective."""
@@ -142,6 +149,17 @@ class ShardedStrategy(DDPStrategy):
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, plan in NAMES.items():
             strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
+
+
+class _Launcher(_MultiProcessingLauncher):
+    """Forks or spawns the ranks (`start_method=`), as in a notebook."""
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        """The state dict of the module goes back to the parent process, so the module must be plain. Collective."""
+        handle = handle_of_model(trainer.lightning_module)
+        if handle is not None:
+            handle.close(device="cpu")
+        return super()._collect_rank_zero_results(trainer, results)
 
 
 class _Precision(Precision):
