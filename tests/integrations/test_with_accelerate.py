@@ -270,6 +270,29 @@ def test_what_else_its_methods_do() -> None:
     run_ranks(check, 2)
 
 
+def test_after_close_a_model_needs_a_new_optimizer() -> None:
+    """It was told at the first step, as if `shard` had not been called."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 1)
+        run = Run("zero3")
+        run.train(1)
+        run.accelerator.handle_of(run.model).close()
+        with pytest.raises(
+            RuntimeError, match=r"accelerator.prepare: the handle of this optimizer's model has been cl"
+        ):
+            run.accelerator.prepare(run.model, run.optimizer)
+        run.accelerator.free_memory()
+        run.model, run.optimizer = run.accelerator.prepare(run.model, torch.optim.AdamW(run.model.parameters()))
+        before = run.weights()
+        run.accelerator.backward(loss_of(run.model, texts().tensors[0][:4]))
+        run.optimizer.step()
+        assert not same_bits(before, run.weights())
+
+    run_ranks(check, 1)
+
+
 def test_one_clip_of_several_optimizers_and_of_a_part() -> None:
     """As with the plain Accelerator."""
     pytest.importorskip("accelerate")

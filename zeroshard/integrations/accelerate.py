@@ -116,8 +116,17 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Take the optimizer over, with its state. Collective."""
+        """Take the optimizer over, with its state. Collective.
+
+        Raises:
+            RuntimeError: it has been prepared before, and the handle of its model has been closed since.
+        """
         if getattr(optimizer, "_is_accelerate_prepared", False):
+            if isinstance(optimizer, _Optimizer) and optimizer.optimizer.engine.life.is_over:
+                raise InvalidState(
+                    "accelerator.prepare: the handle of this optimizer's model has been closed, and its state is gone: "
+                    "make a new one (a Trainer does if its `optimizer` and `lr_scheduler` are set to None before)"
+                )
             return super().prepare_optimizer(optimizer)
         prepared = _Optimizer(self.sharding.take_over(optimizer), optimizer)
         self._optimizers.append(prepared)
