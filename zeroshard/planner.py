@@ -312,9 +312,10 @@ class Training:
         borrowing = self._reduced() if self.plan.grads is SHARDED and has_peers else []
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in borrowing]
         buckets = PoolPlan.for_gradients(requests, reads_peers=reads_peers)
+        requests = [request for request in requests if request.key not in buckets.own]
         buffers = [PlannedBuffer("ring", size) for size in (self._ring().sizes if has_peers else ())]
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
-        turns = Counter(request.queue for request in requests if not request.alone)
+        turns = Counter(request.queue for request in requests)
         for queue, (number, num_bytes) in buckets.shared.items():
             # `Reductions.start` gives back the buckets that the last two units do not need; under `no_sync` most units
             # have buckets of their own.

@@ -318,6 +318,29 @@ def test_state_of_rows_and_before_the_first_step_is_planned() -> None:
         run_ranks(check, ranks, ranks)
 
 
+@pytest.mark.by_gloo
+def test_units_of_two_precisions_in_one_block_are_planned() -> None:
+    """Both accumulate at the same time. With two units in all, the bucket of the second was not planned; under
+    `no_sync` the one that backward comes to last was counted in place of the other."""
+
+    def check(rank: int) -> None:
+        for units, way, micro_batches in ((None, "native", 1), (None, "pairwise", 2), (Block, "shared", 2)):
+            configuration = Configuration(
+                plan="zero3" if way == "native" else "zero2",
+                ranks=2,
+                precision={nn.LayerNorm: "fp32", "*": "bf16"},
+                optimizer="SGD",
+                micro_batches=micro_batches,
+                device="cpu",
+                transport=cast(TransportName, way),
+                rank=rank,
+            )
+            with travelling(way):
+                expect_measured(Planned(Tied, units), configuration)
+
+    run_ranks(check, 2)
+
+
 class Prompted(nn.Module):
     """A prompt of length 0 is the only parameter outside of the layer."""
 

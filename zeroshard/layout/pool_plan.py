@@ -14,12 +14,19 @@ KEPT_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a pool buffer. Requests of one queue take turns. `alone`: it needs a buffer of its own."""
+    """A request for a pool buffer. Requests of one queue take turns.
+
+    Attributes:
+        alone: it needs a buffer of its own.
+        places: of gradients: numbers of the first and last parameter. The bucket is needed from the last one to the
+            first, as backward comes to them.
+    """
 
     key: Hashable
     queue: Hashable
     num_bytes: int
     alone: bool
+    places: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,17 @@ class PoolPlan:
     def of(cls, requests: Iterable[Request], turns: Callable[[int, int], int]) -> PoolPlan:
         """`turns`: (number of requests in a queue, the most bytes of one) -> number of buffers for the queue."""
         requests = list(requests)
-        sizes: dict[Hashable, list[int]] = {}
+        queues: dict[Hashable, list[Request]] = {}
         for request in requests:
             if not request.alone:
-                sizes.setdefault(request.queue, []).append(request.num_bytes)
-        return cls(
-            {request.key: request.num_bytes for request in requests if request.alone},
-            {queue: (turns(len(of_queue), max(of_queue)), max(of_queue)) for queue, of_queue in sizes.items()},
-        )
+                queues.setdefault(request.queue, []).append(request)
+        own, shared = {request.key for request in requests if request.alone}, dict[Hashable, tuple[int, int]]()
+        for queue, of_queue in queues.items():
+            count = turns(len(of_queue), max(request.num_bytes for request in of_queue))
+            beyond = _beyond_at_once(of_queue, count)
+            own |= beyond
+            shared[queue] = count, max(request.num_bytes for request in of_queue if request.key not in beyond)
+        return cls({request.key: request.num_bytes for request in requests if request.key in own}, shared)
 
     @classmethod
     def for_weights(cls, requests: Iterable[Request]) -> PoolPlan:
@@ -71,11 +81,29 @@ class PoolPlan:
         return [*self.own.values(), *(size for count, size in self.shared.values() for _ in range(count))]
 
 
+def _beyond_at_once(requests: Iterable[Request], count: int) -> set[Hashable]:
+    """The keys of those that find all of `count` buffers in use, because their places overlap: units of two precisions
+    in one block, for example, accumulate at the same time."""
+    in_use, beyond = list[int](), set[Hashable]()  # the first places of those that have a buffer
+    for request in _as_backward_comes(requests):
+        first, last = request.places
+        in_use = [place for place in in_use if place < last]
+        if len(in_use) < count:
+            in_use.append(first)
+        else:
+            beyond.add(request.key)
+    return beyond
+
+
+def _as_backward_comes(requests: Iterable[Request]) -> list[Request]:
+    return sorted(requests, key=lambda request: request.places[1], reverse=True)
+
+
 def beyond_turns(requests: Iterable[Request], turns: Mapping[Hashable, int]) -> list[Request]:
     """The requests without a buffer, if all need one at once. `turns`: queue -> number of buffers."""
     left = dict(turns)
     more = []
-    for request in requests:
+    for request in _as_backward_comes(requests):
         if request.alone:
             continue
         if left.get(request.queue, 0):

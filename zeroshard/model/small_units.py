@@ -86,6 +86,7 @@ def _merged(specs: Sequence[UnitSpec], *, is_around: bool) -> UnitSpec:
         modules=tuple(dict.fromkeys(chain.from_iterable(spec.modules for spec in specs))),
         outer=first.outer or is_around,
         calls=tuple(dict.fromkeys(chain.from_iterable(spec.calls for spec in specs))),
+        places=(min(spec.places[0] for spec in specs), max(spec.places[1] for spec in specs)),
     )
 
 

@@ -51,6 +51,7 @@ class UnitSpec:
             around modules of other units); then it has a pool buffer of its own, while the others take turns.
         gathered_by: of a root part: the calls of `modules` that gather the weights. The call of the model only keeps
             them, from then on until it ends.
+        places: numbers of its first and last parameter, in registration order. Backward comes to the last one first.
     """
 
     name: str
@@ -64,6 +65,7 @@ class UnitSpec:
     calls: tuple[str, ...] = ()
     stays: bool = False
     gathered_by: tuple[str, ...] = ()
+    places: tuple[int, int] = (0, 0)
 
     @property
     def is_part(self) -> bool:
@@ -100,7 +102,8 @@ class UnitSpec:
 
     def bucket_request(self, numel: int) -> Request:
         """The request for a full-size bucket to accumulate into."""
-        return Request(self.name, self.precision.grad, numel * self.precision.grad.itemsize, self.outer)
+        precision = self.precision.grad
+        return Request(self.name, precision, numel * precision.itemsize, self.outer, self.places)
 
     def reduce_scratch(
         self, transport: type[Transport], num_shards: int, num_replicas: int, *, in_place: bool
@@ -179,8 +182,7 @@ def choose_units(
     submodules without calling them: if the policy names a submodule of such a module, the whole module is the unit.
     A parameter that several units use belongs to the root unit. A large embedding or head that the policy leaves to
     the root unit is a unit of its own, a root part: its weights are gathered apart, and stay as long as those of the
-    root unit. A unit whose parameters differ in dtype, precision or in being frozen becomes several ones, which the
-    same modules gather.
+    root unit. A unit whose parameters differ in dtype, precision or being frozen becomes several, of the same modules.
 
     Raises:
         ValueError: the policy matches no module (the message lists the classes); a flat buffer cannot hold a
@@ -195,6 +197,7 @@ def choose_units(
     modules = modules_of(model)
     expect_kept(modules, precision, parameters.values())
     division, regions = Division.by(policy, modules), Rules.of(precision).parameters(modules)
+    place = {name: number for number, name in enumerate(parameters)}
     members: dict[tuple[str, torch.dtype, bool, Region], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         key = division.owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)]
@@ -202,9 +205,8 @@ def choose_units(
     parts, specs = Counter(unit for unit, *_ in members), list[UnitSpec]()
     for (unit, dtype, trainable, region), mine in sorted(members.items(), key=lambda item: division.order[item[0][0]]):
         needing = division.modules(unit, mine.values())
-        marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
         spec = UnitSpec(
-            name=(unit or "root") + (f" ({', '.join(filter(None, marks))})" if parts[unit] > 1 else ""),
+            name=_one_of_several(unit, dtype, trainable, region) if parts[unit] > 1 else unit or "root",
             names=tuple(mine),
             shapes=tuple(tuple(parameter.shape) for parameter in mine.values()),
             dtype=dtype,
@@ -214,9 +216,16 @@ def choose_units(
             outer=division.runs_around_others(unit, needing) or division.is_apart(unit),
             calls=division.calls(unit),
             gathered_by=division.gathered_by(unit, mine.values()),
+            places=(min(map(place.__getitem__, mine)), max(map(place.__getitem__, mine))),
         )
         specs.append(spec)
     return kept_gathered(modules, specs, keep_gathered)
+
+
+def _one_of_several(unit: str, dtype: torch.dtype, trainable: bool, region: Region) -> str:
+    """The name of one of the units that the same modules form."""
+    marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
+    return f"{unit or 'root'} ({', '.join(filter(None, marks))})"
 
 
 class Division:

@@ -95,7 +95,7 @@ class _Backward:
 
     def _open(self, unit: PlannedUnit) -> None:
         request = unit.spec.bucket_request(unit.layout.numel)
-        if request.alone:
+        if request.key in self._buckets.own:
             self._own += request.num_bytes
         else:
             self._opened[request.queue] += 1
