@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _world
 
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
-from tests.kit import PLANS, SCHEDULES, Block, Job, Net, loss_of_tokens, make
+from tests.kit import PLANS, SCHEDULES, WIDTH, Block, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
 from zeroshard.comm.mesh import Mesh
@@ -263,6 +263,36 @@ def test_gathers_start_one_unit_ahead_in_forward_and_in_backward(monkeypatch: py
 
     monkeypatch.setattr(Gatherer, "_prefetch", noting_prefetch)
     monkeypatch.setattr(Gatherer, "start", noting_start)
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+def test_an_evaluation_or_a_second_forward_changes_no_later_step(has_root: bool) -> None:
+    """What followed a unit once was gathered after it in each later step, although nothing followed it any more: a
+    block more in forward (after an evaluation, without a root unit) or backward (after two forwards in one step)."""
+
+    def check(rank: int) -> None:
+        model = make(partial(Net, blocks=4) if has_root else lambda: torch.nn.Sequential(*(Block() for _ in range(4))))
+        handle = zeroshard.shard(model, zeroshard.ZERO3, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        inputs = torch.arange(6).view(2, 3) if has_root else torch.ones(2, 3, WIDTH)
+
+        def gathers(forwards: int = 1) -> Counter[tuple[str, str]]:
+            handle.comm_log.clear()
+            torch.stack([model(inputs).square().mean() for _ in range(forwards)]).sum().backward()
+            optimizer.step()
+            return Counter((e.unit, e.phase) for e in handle.comm_log.entries if e.op == "all_gather")
+
+        gathers()
+        expected = gathers()
+        with torch.no_grad():
+            model(inputs)
+        gathers()
+        assert gathers() == expected
+        assert gathers(2) != expected, "the control"
+        gathers()
+        assert gathers() == expected
+
     run_ranks(check, 2)
 
 

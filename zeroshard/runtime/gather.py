@@ -307,6 +307,8 @@ class Gatherer:
         if unit.spec.is_part:
             return
         before, previous = self._last
+        if before != during:  # nothing followed in that pass this time
+            self._follower.pop(self._last, None)
         self._follower[during, previous if before == during else None] = unit
         self._last = (during, unit)
         # [Note: prefetch order]
