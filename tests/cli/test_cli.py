@@ -105,6 +105,8 @@ def test_torchrun_and_nproc_must_not_contradict(
     monkeypatch.setenv("MASTER_PORT", "1")
     assert run(["train", "--nproc", "2", "--parallel.device=cpu"]) == 2
     assert "--nproc 2: the launcher has started 4 ranks; leave --nproc out" in capsys.readouterr().err
+    assert run(["train", "--max-restarts", "2", "--parallel.device=cpu"]) == 2  # it was ignored
+    assert "--max-restarts: the launcher starts these ranks: give it the option" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

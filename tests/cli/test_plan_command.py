@@ -247,6 +247,7 @@ def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.
         ((NET, "--machine", "node"), "--machine: only with a batch. Add --batch"),
         ((NET, "--modules"), "--modules: only with a batch"),
         ((NET, *INPUTS), "--inputs: only with a batch"),
+        ((NET, "--reduce-every-micro-batch"), "only with several passes in a step. Add --micro-batches"),
         ((toml, *INPUTS, "--batch", "1"), "--inputs is for a model of module:factory"),
         (("--compare", tmp_path, "--ranks", "8", "--plan", "zero3"), "leave out --plan, --ranks"),
         (("--compare", tmp_path, "--save", tmp_path / "a"), "from the run: leave out --save"),
@@ -472,6 +473,7 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pydantic")
     said_of = [said(capsys, "plan", "--compare", tmp_path, code=2)]
+    assert "is not the folder of a run" in said(capsys, "plan", "--compare", __file__, code=2)
     record = {"kind": "step", "step": 3, "engine_bytes": 10_000_000, "peak_memory_bytes": 400_000_000}
     for lines in ("", "{", json.dumps(record | {"engine_bytes": "many"})):
         (tmp_path / "metrics.jsonl").write_text(lines)

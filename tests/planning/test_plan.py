@@ -601,6 +601,8 @@ def test_bad_input() -> None:
 def test_options_of_an_optimizer_may_have_commas() -> None:
     state = zeroshard.plan(on_meta(), Configuration(optimizer="Adam:betas=(0.8, 0.9),amsgrad=True,lr=1e-2")).state
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    several = Configuration(optimizer="Muon:lr=1e+3 +AdamW")  # it was cut in 1e+3
+    assert zeroshard.plan(on_meta(), several).state.keys() == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
 
 
 def test_other_types_are_named() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.test_commands import said
 from tests.report.common import PLANS, RANKS, facts, forecasts, write_run
+from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planning import Forecast
 from zeroshard.planning.in_words import in_units
@@ -253,6 +254,9 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_from_a_plan_to_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     said(capsys, "plan", NET, "--ranks", "2,4", "--plan", "zero2", "--save", path)
+    assert "is the plan file itself" in said(capsys, "report", path, "--out", path, code=2)
+    assert run(["plan", NET, "--save", str(tmp_path / "absent" / "plan.json")]) == 2
+    assert capsys.readouterr().out == "", "the table came before the error"
     out = said(capsys, "report", path, "--svg", tmp_path / "pictures", "--budget", "1MB")
     written = [Path(line) for line in out.splitlines()]
     assert written[0] == tmp_path / "plan.html" and "budget 1.00 MB" in written[0].read_text()

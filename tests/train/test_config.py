@@ -44,6 +44,7 @@ def test_later_files_win_field_by_field(tmp_path: Path) -> None:
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: expected a finite number"),
         ("[parallel]\nplan = 'zero4'", "parallel.plan = 'zero4': expected 'ddp', 'zero1', 'zero2' or 'zero3'"),
         ("[model]\nheads = 3", "model: width 256 does not split into 3 heads of even size"),
+        ("[data]\nend_of_text = 'x'", "data: end_of_text is a token of the tokenizer, and the tokens are bytes"),
         ("model = 3", r"model = 3: expected a section, \[model\]"),
         ("[model", "is not TOML"),
     ],

@@ -99,6 +99,9 @@ def test_bad_paths(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text")
     with pytest.raises(UserError, match=r"cannot write the tokens into .*text.txt is a file: expected a folder"):
         prepare(DataConfig(path=str(tmp_path / "text.txt"), cache=str(tmp_path / "text.txt")))
+    for path in ("", str(tmp_path / "text.txt")):  # the column was ignored
+        with pytest.raises(UserError, match=r"data.column = 'body' is a column of a saved data set, which .* is not"):
+            prepare(DataConfig(path=path, column="body", cache=str(tmp_path)))
 
 
 def test_tokens_of_a_tokenizer_hold_the_same_text(text_folder: Path, tmp_path: Path) -> None:

@@ -359,6 +359,26 @@ def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(
     assert walls == sorted(walls), "the time of the first session counts, too"
 
 
+def test_tokens_of_a_resumed_run_with_other_batches(
+    plain: Path, shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those of all steps were counted as if each had read the batch of the last session. A timeline of a step that is
+    done was asked for, and not written, in silence. A byte that is not UTF-8 in a line of the metrics raised."""
+    before = tiny(shared_text, plain).tokens_per_step
+    for number, lines in enumerate((slice(None), slice(0))):
+        out = copy_until(3, plain, tmp_path / str(number))
+        kept = (out / "metrics.jsonl").read_text().splitlines(True)[lines]
+        (out / "metrics.jsonl").write_bytes(b'{"kind": "\xff"\n' + "".join(kept).encode())
+        sequences = 2 * tiny(shared_text, out).batch.sequences
+        config = tiny(shared_text, out, batch__sequences=sequences, run__timeline=2)
+        run_ranks(train_rank, 2, config, out)
+        assert config.tokens_per_step == 2 * before
+        recorded = 3 * before if kept else 3 * config.tokens_per_step
+        read = [row["tokens"] for row in rows(out, "step") if row["step"] > 3]
+        assert read == [recorded + number * config.tokens_per_step for number in (1, 2, 3)]
+        assert "NO timeline in this session: step 2 of run.timeline is done already" in capfd.readouterr().out
+
+
 def test_what_a_run_leaves(plain: Path, shared_text: Path) -> None:
     out, config = plain, of_plain(shared_text, plain)
     assert {path.name for path in out.iterdir()} >= {"config.toml", "metrics.jsonl", "step-6", "latest", "sample.txt"}

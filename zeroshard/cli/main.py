@@ -198,6 +198,7 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     if already_refused():
         return BAD_INPUT
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
+    _expect_own_ranks(overrides)
     out = resolve(list(files), overrides).run.out
     saved, occupied = _saved_run(resume, out)
     config = resolve(list(files), overrides) if saved is None else _continued(saved, files, overrides)
@@ -215,6 +216,16 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
         # folder and not find their checkpoints.
         arguments += ["--out", default_folder()]
     return start_ranks(nproc, arguments, config.parallel.max_restarts)
+
+
+def _expect_own_ranks(overrides: Mapping[str, Any]) -> None:
+    from zeroshard.train.config import UserError
+    from zeroshard.train.launch import started_by_others
+
+    if overrides.get("parallel.max_restarts") and started_by_others():
+        raise UserError(
+            "--max-restarts: the launcher starts these ranks: give it the option, as in torchrun --max-restarts"
+        )
 
 
 def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:

@@ -106,9 +106,9 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
             ]
     if options["budget"]:
         return show_fit(found, **options)
-    show(forecasts, **options)
     if options["save"] is not None:
         write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
+    show(forecasts, **options)
     return 0
 
 
@@ -125,6 +125,8 @@ def _configurations(described: Described, **options: Any) -> Iterator[Configurat
         ranks=options["replicas"] or 1,
         workload=_workload(described, **options),
     )
+    if options["reduce_every_micro_batch"] and given.micro_batches == 1 and not options["budget"]:
+        raise InvalidValue("--reduce-every-micro-batch: only with several passes in a step. Add --micro-batches")
     for optimizer, ranks in itertools.product(options["optimizers"], options["ranks"]):
         yield replace(given, optimizer=optimizer, ranks=ranks, rank=options["rank"] or 0)
 

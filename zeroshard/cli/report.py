@@ -38,6 +38,8 @@ def report(source: Path, out: Path | None, folder: Path | None, budget: int | No
     else:
         raise InvalidValue(f"there is no {source}: expected the folder of a run, or a file of zeroshard plan --save")
     shown = page.facts.planned[:1] if page.run is not None else page.facts.planned
+    if out.resolve() == source.resolve():
+        raise InvalidValue(f"{out} is the plan file itself: name another file by --out")
     last = max(planned.num_shards for planned in shown) - 1
     if first_rank > last:
         raise InvalidValue(f"--first-rank must be from 0 to {last}, found {first_rank}")

@@ -131,7 +131,7 @@ def num_groups(needs: Needs) -> int:
 
 def _listed(optimizers: Optimizers) -> Iterator[Optimizer]:
     if isinstance(optimizers, str):
-        yield from optimizers.split("+")
+        yield from re.split(r"\+(?!\d)", optimizers)  # not in 1e+3
     elif isinstance(optimizers, type) or (
         isinstance(optimizers, tuple) and optimizers and isinstance(optimizers[-1], Mapping)
     ):

@@ -87,7 +87,7 @@ def read_run(folder: Path, *, timeline: bool = True) -> RunRecord:
     path = folder / METRICS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise InvalidValue(f"{folder} is not the folder of a run: there is no {path.name} in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error

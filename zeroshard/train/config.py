@@ -88,6 +88,12 @@ class DataConfig(_Section):
     validation_share: float = Field(0.05, gt=0, lt=1, description="part of the files kept for validation")
     cache: str = Field("", description="folder for token files; empty: the user's cache folder")
 
+    @model_validator(mode="after")
+    def _ends_with_a_token(self) -> "DataConfig":
+        if self.end_of_text and not self.tokenizer:
+            raise InvalidValue("end_of_text is a token of the tokenizer, and the tokens are bytes: name a tokenizer")
+        return self
+
 
 class BatchConfig(_Section):
     sequences: int = Field(24, ge=1, description="sequences per step, over all ranks and micro-batches")
@@ -166,6 +172,11 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of all ranks together."""
+        return self.batch.sequences * self.model.context
 
 
 def fields() -> Iterator[tuple[str, FieldInfo]]:

@@ -35,6 +35,11 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def started_by_others() -> bool:
+    """Whether another launcher than `start_ranks` has started this rank."""
+    return under_launcher() and _PROBLEM_FOLDER not in os.environ
+
+
 def times_restarted() -> int:
     """How often the launcher has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if under_launcher() else 0

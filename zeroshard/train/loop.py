@@ -135,7 +135,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     """Run the steps [first_step, last_step), or fewer if any rank is asked to stop. Returns the number of steps done
     since the beginning of training. Collective."""
     config, ranks = run.config, run.ranks
-    tokens_per_step = config.batch.sequences * config.model.context
+    tokens_per_step = config.tokens_per_step
     began = time.perf_counter()
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
@@ -169,7 +169,7 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
             seconds=now - step_began,
             eta_seconds=(now - began) / (done - first_step) * (config.schedule.steps - done),
             data_seconds=data_seconds,
-            tokens=done * tokens_per_step,
+            tokens=run.tokens_before + (done - first_step) * tokens_per_step,
             wall_seconds=now - run.began,
             flops_per_second=flops,
             mfu=run.peak_flops and flops / run.peak_flops,
@@ -338,6 +338,10 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
         tell(console, f"SKIPPED a damaged checkpoint: {problem}")
     if found is not None:
         tell(console, f"resumed after step {found.step} of {found.folder}")
+        if 0 < run.config.run.timeline <= found.step:
+            tell(
+                console, f"NO timeline in this session: step {run.config.run.timeline} of run.timeline is done already"
+            )
 
 
 def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:

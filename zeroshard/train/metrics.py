@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from zeroshard.io.whole import write_whole
 from zeroshard.train.config import UserError
 
 METRICS = "metrics.jsonl"
@@ -161,8 +162,8 @@ class JsonLines:
         self.validations: list[ValidationRecord] = []
         self._path = path
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines(True) if _step(line) <= first_step]
-            path.write_text("".join(kept), encoding="utf-8")
+            kept = _until(path, first_step)
+            write_whole(path, "".join(f"{line}\n" for line in kept))
             self.validations = [one for line in kept if (one := _validation(line))]
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
         self._held: Mapping[str, object] = {}
@@ -219,11 +220,28 @@ class TensorBoard:
             self._writer.close()
 
 
-def wall_seconds(path: Path, step: int) -> float:
-    """The wall time of a run at a step, as its earlier sessions recorded it in `path`; 0.0 if they did not."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines if _step(line) <= step]
-    return max((float(row.get("wall_seconds", 0.0)) for row in rows), default=0.0)
+@dataclass(frozen=True)
+class Earlier:
+    """What the earlier sessions of a run have taken and read, until the step from which it continues."""
+
+    wall_seconds: float = 0.0
+    tokens: int = 0
+
+
+def earlier(path: Path, step: int, tokens_per_step: int) -> Earlier:
+    """As recorded in `path`. Steps that are not recorded there take no time, and read as many tokens as a step of
+    this session."""
+    rows = [json.loads(line) for line in _until(path, step)]
+    seconds = [row["wall_seconds"] for row in rows if isinstance(row.get("wall_seconds"), (int, float))]
+    known = [(row["step"], row["tokens"]) for row in rows if isinstance(row.get("tokens"), int)]
+    last, tokens = known[-1] if known else (0, 0)
+    return Earlier(float(max(seconds, default=0.0)), tokens + (step - last) * tokens_per_step)
+
+
+def _until(path: Path, step: int) -> list[str]:
+    """The lines up to that step, without those that are damaged."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return [line for line in lines if _step(line) <= step]
 
 
 def _validation(line: str) -> ValidationRecord | None:

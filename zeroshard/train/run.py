@@ -28,7 +28,7 @@ from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divi
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
 from zeroshard.train.language import Language, build_language
-from zeroshard.train.metrics import METRICS, wall_seconds
+from zeroshard.train.metrics import METRICS, Earlier, earlier
 from zeroshard.train.ranks import Ranks
 from zeroshard.train.release import keep_config
 from zeroshard.train.resume import KEY, Found, Position, find
@@ -42,6 +42,7 @@ class Run:
 
     Attributes:
         began: when training began, by `time.perf_counter`; earlier if earlier sessions took time.
+        tokens_before: read by earlier sessions, which may have had other batches.
         peak_flops: operations per second that all devices together can do at most; None: not known.
     """
 
@@ -59,6 +60,7 @@ class Run:
     numel: int
     peak_flops: float | None
     began: float
+    tokens_before: int
 
 
 def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
@@ -95,7 +97,10 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     peak = peak_flops(ranks.device, config.parallel.precision, config.run.peak_tflops)
     position = Position(0, corpus.digest) if found is None else load_run(handle, optimizer, found)
     # Not from the checkpoint: two runs that do the same steps save the same bytes.
-    earlier = 0.0 if found is None else ranks.first_does(partial(wall_seconds, found.folder / METRICS, found.step))
+    before = Earlier()
+    if found is not None:
+        recorded = found.folder / METRICS
+        before = ranks.first_does(partial(earlier, recorded, found.step, config.tokens_per_step))
     run = Run(
         config=config,
         ranks=ranks,
@@ -110,7 +115,8 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         planned_bytes=planned_bytes(config, handle),
         numel=numel,
         peak_flops=peak and peak * ranks.world_size,
-        began=time.perf_counter() - earlier,
+        began=time.perf_counter() - before.wall_seconds,
+        tokens_before=before.tokens,
     )
     return run, found
 

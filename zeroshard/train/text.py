@@ -35,7 +35,7 @@ def texts_of(config: DataConfig) -> Texts:
     Raises:
         UserError: there is nothing to read, or a single file is not UTF-8. By the documents: none of them has text.
     """
-    texts = _texts_at(Path(config.path), config.column) if config.path else lambda: _documents(_standard_library())
+    texts = _texts_at(config)
 
     def documents() -> Iterator[Document]:
         number = 0
@@ -48,10 +48,14 @@ def texts_of(config: DataConfig) -> Texts:
     return documents
 
 
-def _texts_at(path: Path, column: str) -> Texts:
-    if is_saved_dataset(path):
-        return _saved_dataset(path, column)
-    files = _files_at(path)
+def _texts_at(config: DataConfig) -> Texts:
+    path = Path(config.path)
+    if config.path and is_saved_dataset(path):
+        return _saved_dataset(path, config.column)
+    if config.column != DataConfig().column:
+        where = config.path or "the standard library"
+        raise UserError(f"data.column = {config.column!r} is a column of a saved data set, which {where} is not")
+    files = _files_at(path) if config.path else _standard_library()
     return lambda: _documents(files)
 
 
