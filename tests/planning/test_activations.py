@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make
 from zeroshard.model.units import choose_units
-from zeroshard.planning import Configuration, Trace, Workload, dry_run, fit
+from zeroshard.planning import Configuration, Trace, Workload, activations, dry_run, fit
 from zeroshard.planning.activations import Live
 from zeroshard.testing import run_ranks
 
@@ -91,6 +91,32 @@ def allocated(work: Callable[[], object]) -> int:
 def drop_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+
+
+def test_a_model_that_has_changed_is_traced_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workload kept its first trace: the plan of a model with checkpointing, of other inputs (also by `replace`) or
+    of frozen parameters was that from before, in silence. What is tried together is traced once."""
+    with torch.device("meta"):
+        model = Model()
+    sequences, traced = BATCH, list[int]()
+    workload = Workload(lambda: torch.ones(sequences, LENGTH, dtype=torch.long), loss_of)
+    configuration = Configuration(ranks=8, units=Wide, precision="fp32", workload=workload)
+    first = zeroshard.plan(model, configuration)
+    larger = replace(workload, inputs=lambda: torch.ones(2 * BATCH, LENGTH, dtype=torch.long))
+    assert zeroshard.plan(model, replace(configuration, workload=larger)).trace.saved > first.trace.saved
+    sequences *= 2
+    second = zeroshard.plan(model, configuration)
+    assert second.trace.saved > first.trace.saved
+    recompute_blocks(model)
+    third = zeroshard.plan(model, configuration)
+    assert third.trace.saved < second.trace.saved
+    for parameter in list(model.parameters())[:-2]:
+        parameter.requires_grad_(False)
+    assert zeroshard.plan(model, configuration).trace.saved < third.trace.saved
+    monkeypatch.setattr(activations, "_trace", lambda *of, known=activations._trace: (traced.append(0), known(*of))[1])
+    assert len(fit(model, 10**9, configuration)) == 8 and len(traced) == 2, "with and without recomputation"
+    muon = zeroshard.plan(model, replace(configuration, plan="zero1", optimizer="Muon+AdamW"))
+    assert muon.fullest.trace is muon.trace and len(traced) == 3
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -21,6 +21,7 @@ from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Candidate, Configuration, Workload, fit
 from zeroshard.planning import plan as plan_one
+from zeroshard.planning.activations import traced_once
 from zeroshard.planning.fit import PRECISIONS, UNIT_BYTES, cheapest_first
 from zeroshard.planning.hints import MACHINE
 from zeroshard.report import facts_of, write_plan
@@ -92,7 +93,7 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
         return 0
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
-    with undisturbed(model):
+    with undisturbed(model), traced_once():
         described = describe(model, options["inputs"])
         several = list(_configurations(described, **options))
         if options["budget"]:

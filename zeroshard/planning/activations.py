@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,6 @@ class Workload:
     loss: Callable[[nn.Module, Any], Tensor]
     recompute: bool = False
     num_tokens: int = 0
-    _traces: dict[Any, Trace] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not (callable(self.inputs) and callable(self.loss)):
@@ -58,7 +58,7 @@ class Workload:
     def trace(
         self, model: nn.Module, specs: Sequence[UnitSpec], precision: Precisions, device_type: str = "cpu"
     ) -> Trace:
-        """The trace; computed once for all precisions and units that make no difference to it.
+        """The trace; in `traced_once` it is computed once for all precisions and units that make no difference to it.
 
         Raises:
             ValueError: it cannot be traced.
@@ -67,10 +67,12 @@ class Workload:
         casts = casts_of(modules_of(model), Rules.of(precision), calls)
         dtypes = {plain_name(name): (spec.weight_dtype, spec.precision.grad) for spec in specs for name in spec.names}
         recomputed = calls if self.recompute else ()
-        key = id(model), frozenset(casts.items()), frozenset(dtypes.items()), recomputed, device_type
-        if key not in self._traces:
-            self._traces[key] = _trace(self, model, dtypes, casts, recomputed, device_type)
-        return self._traces[key]
+        of = model, self.inputs, self.loss
+        known = Known() if (scope := _SCOPE.get()) is None else scope
+        key = tuple(map(id, of)), frozenset(casts.items()), frozenset(dtypes.items()), recomputed, device_type
+        if key not in known:
+            known[key] = _trace(self, model, dtypes, casts, recomputed, device_type), of
+        return known[key][0]
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,24 @@ class Trace:
     @property
     def peak(self) -> int:
         return max(self.forward, self.backward)
+
+
+Known = dict[Any, tuple[Trace, Any]]
+"""Traces, each with the model and the functions that it is of: while they live, no other object has their id."""
+_SCOPE: ContextVar[Known | None] = ContextVar("traces", default=None)
+
+
+@contextmanager
+def traced_once(known: Known | None = None) -> Iterator[Known]:
+    """A block in which the model, its inputs and its loss do not change, and what is equal is traced once. (Between two
+    calls of `plan` the user may change them, or switch on checkpointing.) `known`: of an earlier block."""
+    outer = _SCOPE.get()
+    found = known if known is not None else Known() if outer is None else outer
+    token = _SCOPE.set(found)
+    try:
+        yield found
+    finally:
+        _SCOPE.reset(token)
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__

@@ -15,7 +15,7 @@ from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Managed
 from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
-from zeroshard.planning.activations import Workload
+from zeroshard.planning.activations import Workload, traced_once
 from zeroshard.planning.forecast import Configuration, Forecast, plan
 from zeroshard.planning.in_words import in_units
 from zeroshard.planning.time_model import Machine
@@ -61,6 +61,7 @@ class Candidate:
         return f"{in_units(-self.spare)} too much in {phase}: {most}"
 
 
+@traced_once()
 def fit(
     model: nn.Module,
     budget: int,

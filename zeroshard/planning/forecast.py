@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, fullest_rank, resting
 from zeroshard.planning import whole_model
-from zeroshard.planning.activations import Trace, Workload
+from zeroshard.planning.activations import Known, Trace, Workload, traced_once
 from zeroshard.planning.disk import Checkpoint
 from zeroshard.planning.hints import MACHINE, WORTH_IT, Gathers, Hint, shards_to_use
 from zeroshard.planning.moments import Moment, moments
@@ -341,7 +341,9 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     file = checkpoint.file(found.rank)
     full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
     phases = _phases(training, needs, found, Copies(full, sum(item.num_bytes for item in file.items)))
-    trace = found.workload.trace(model, specs, found.precision, found.device) if found.workload is not None else None
+    with traced_once() as known:
+        workload = found.workload
+        trace = None if workload is None else workload.trace(model, specs, found.precision, found.device)
     return Forecast(
         configuration=found,
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
@@ -354,12 +356,17 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         events=step_events(training, _schedule(training, needs, found)),
         training=training,
         file=file,
-        again=lambda other: plan(model, other),
+        again=partial(_again, model, known),
         checkpoint=checkpoint,
         trace=trace,
         moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
         looked_up=_looked_up(model, parameters),
     )
+
+
+def _again(model: nn.Module, known: Known, configuration: Configuration) -> Forecast:
+    with traced_once(known):
+        return plan(model, configuration)
 
 
 def _looked_up(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:

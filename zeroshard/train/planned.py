@@ -12,6 +12,7 @@ from zeroshard.comm.transport import TransportName
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import PLANS
 from zeroshard.planning import Configuration, Workload, plan
+from zeroshard.planning.activations import traced_once
 from zeroshard.report import Facts, facts_of
 from zeroshard.train.config import Config, UserError
 from zeroshard.train.language import Language, build_language
@@ -75,6 +76,7 @@ def configuration_of(config: Config, language: Language, place: Place) -> Config
     )
 
 
+@traced_once()
 def facts_of_run(config: Config, place: Place, name: str) -> Facts:
     """The facts of a run's page: its own plan first, then the others for comparison.
 
