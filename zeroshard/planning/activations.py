@@ -7,6 +7,7 @@ operator is not seen.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -185,6 +186,16 @@ class _AttentionOfGPUs(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN steps through an LSTM inside one operator, which keeps the gates of all steps in a tensor whose size is
+    not known without values. Without it each step keeps its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the flag for Intel GPUs
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
 _DROPOUT = 4
 """The position of the dropout among the arguments of `scaled_dot_product_attention`."""
 
@@ -212,6 +223,7 @@ def _trace(
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
         if device_type != "cpu":
             stack.enter_context(_AttentionOfGPUs())
+        stack.enter_context(_without_onednn())
         stack.enter_context(_measured(model, live, modules))
         stack.enter_context(_GroupsInAnyDtype())  # type: ignore[no-untyped-call]
         stack.enter_context(live)
