@@ -17,6 +17,7 @@ from tests.cli.test_commands import said
 from tests.report.common import PLANS, RANKS, facts, forecasts, write_run
 from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
+from zeroshard.planner import Bytes
 from zeroshard.planning import Forecast
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import (
@@ -222,6 +223,7 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "plan.json"
     write_plan(facts(), path)
     whole = json.loads(path.read_text())
+    moment = {"phase": "x", "until": "", "engine": dict.fromkeys(vars(Bytes()), 0), "activations": 0}
     for change, message in (
         (lambda: path.write_text("{"), "is not a plan file: it is not JSON"),
         (lambda: path.write_text("[" * 100_000), "is not a plan file: it is not JSON (maximum recursion depth"),
@@ -235,6 +237,14 @@ def test_one_line_for_each_bad_source(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         (lambda: path.write_text(json.dumps(damage(whole, "planned", []))), "planned is damaged: it has no entry"),
         (lambda: path.write_text(json.dumps(damage(whole, "curves", []))), "curves is damaged: it has no entry"),
+        (
+            lambda: path.write_text(json.dumps(damage(whole, "curves.1.points.0", None))),
+            "plan.json is damaged: expected curves over the same numbers of ranks, found different ones",
+        ),
+        (
+            lambda: path.write_text(json.dumps(damage(whole, "planned.0.moments", [moment]))),
+            "moments[0] is damaged: expected a moment of one of forward, backward, step, between steps, found 'x'",
+        ),
         (
             lambda: path.write_text(json.dumps(damage(whole, "curves.0.points", []))),
             "curves[0] is damaged: expected points of the curve, found none",

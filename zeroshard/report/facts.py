@@ -74,6 +74,10 @@ class StepMoment:
     engine: Bytes
     activations: int
 
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise InvalidValue(f"expected a moment of one of {', '.join(PHASES)}, found {self.phase[:60]!r}")
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -187,6 +191,11 @@ class Facts:
     num_parameters: int
     planned: tuple[Planned, ...]
     curves: tuple[Curve, ...]
+
+    def __post_init__(self) -> None:
+        ranks = {tuple(point.ranks for point in curve.points) for curve in self.curves}
+        if len(ranks) > 1:
+            raise InvalidValue("expected curves over the same numbers of ranks, found different ones")
 
 
 def facts_of(model: str, forecasts: Sequence[Forecast], machine: str | None = None) -> Facts:
