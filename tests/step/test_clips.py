@@ -200,3 +200,65 @@ def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it()
             assert not torch.equal(steps.weights()["0.weight"], expected["0.weight"])
 
     run_ranks(check, 2)
+
+
+class Experts(nn.Module):
+    """`names`: the experts that a call uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(12))
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Tensor, names: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        for name in names:
+            x = x + self.experts[name](x)
+        return x + self.bias + self.nothing.sum() if 0 in names else x
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_whose_gradients_are_zero_clips_as_the_others(num_ranks: int) -> None:
+    """Rank 0 has no data, and multiplies its loss by 0. Under `ddp` it once had gradients of zero in `p.grad` that the
+    other ranks did not have there, as no reduced element told them of it: torch added up another list of norms, and in
+    7 of 20 runs the factors of the clip differed in the last bits."""
+
+    def loss(model: nn.Module, rank: int, zero: float) -> Tensor:
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
+        names = ((1, 2, 7, 0), (3, 5, 8), (3, 9))[rank]
+        return model(x, names).square().sum() * (1.0 if rank else zero)
+
+    def step(rank: int, plan: zeroshard.Plan | None, seed: int, zero: float) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        model = Experts()
+        if plan is None:
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        else:
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        for _ in range(2):  # two micro-batches: the first sum is a part of the second
+            if plan is None:
+                for each in range(num_ranks):
+                    (loss(model, each, zero) / num_ranks).backward()
+            else:
+                loss(model, rank, zero).backward()
+        if plan in (None, zeroshard.DDP):
+            unused = {"experts.4", "experts.6", "experts.10", "experts.11"} | (
+                {"experts.9"} if num_ranks == 2 else set()
+            )
+            without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+            assert {name.rpartition(".")[0] for name in without} == unused, without
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        return handle.full_state_dict() if plan is not None else model.state_dict()
+
+    def check(rank: int) -> None:
+        for seed in range(10):
+            zero = (0.0, -0.0)[seed % 2]
+            expected = step(rank, None, seed, zero)
+            for plan in PLANS if seed < 2 else [zeroshard.DDP]:
+                torch.testing.assert_close(step(rank, plan, seed, zero), expected, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, num_ranks)

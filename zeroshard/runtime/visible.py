@@ -114,19 +114,20 @@ class VisibleGradients:
                 for one in self._to_show(unit, grads)
             ]
             # One read for all of them: on a GPU the host waits for it.
-            doubtful = [gradient.any() for *_, gradient, is_certain in found if not is_certain]
-            of_others = iter(torch.stack(doubtful).tolist() if doubtful else ())
+            doubtful = [self._grads[unit].is_nothing(one) for unit, _, one, is_certain in found if not is_certain]
+            is_nothing = iter(torch.stack(doubtful).tolist() if doubtful else ())
             for unit, index, gradient, is_certain in found:
-                if is_certain or next(of_others):
+                if is_certain or not next(is_nothing):
                     unit.parameters[index].grad = self._shown[unit][index] = gradient
 
     def _to_show(self, unit: Unit, grads: Gradients) -> Iterator[tuple[int, Tensor, bool]]:
-        """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient;
-        if none had, it is 0."""
+        """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient.
+        In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
+        orders, and clip by factors that differ in the last bits."""
         is_local, dtype = grads.is_local, grads.buffer.dtype
         in_full = is_local or (grads.buffer.placement is REPLICATED and self.final)
         views, sharded = grads.buffer.views() if in_full else [], self._sharded[unit]
-        for index in sorted(grads.present if is_local else grads.waiting):
+        for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue

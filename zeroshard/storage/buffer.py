@@ -32,6 +32,9 @@ from zeroshard.placement import SHARDED, Move, Placement, moves
 Allocate = Callable[[int], Tensor]
 """Number of bytes -> uint8 zeros."""
 
+NOTHING = -0.0
+"""What a rank without a gradient adds to a sum: see [Note: nothing] in `gradients.py`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -292,19 +295,19 @@ class FlatBuffer:
             add(flat, value.reshape(-1), out=flat)
 
     def clear(self, index: int) -> None:
-        """Zero one slot of the full buffer."""
-        self.views()[index].zero_()
+        """Let one slot of the full buffer be `NOTHING`."""
+        self.views()[index].fill_(NOTHING)
 
     def clear_all(self) -> None:
-        """Zero everything that is held."""
+        """Let everything that is held be `NOTHING`."""
         for held in (self.shard, self.full):
-            held.zero_() if held is not None else None
+            held.fill_(NOTHING) if held is not None else None
 
     def keep_own(self, factor: int) -> None:
-        """Zero the full buffer but for the own interval, which is multiplied by `factor`."""
+        """Let the full buffer be `NOTHING` but for the own interval, which is multiplied by `factor`."""
         assert self.full is not None, "the full buffer is not here"
-        self.full[: self.own_interval.start].zero_()
-        self.full[self.own_interval.stop :].zero_()
+        self.full[: self.own_interval.start].fill_(NOTHING)
+        self.full[self.own_interval.stop :].fill_(NOTHING)
         self.shard.mul_(factor)
 
     def part(self, world: Interval) -> Tensor:

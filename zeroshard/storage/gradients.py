@@ -125,14 +125,15 @@ class Gradients:
             self.buffer.attach(bucket)
         else:
             self.buffer.hold()
-        # Padding takes part in the reduction: old bytes of a borrowed or unparked bucket could be NaN there.
-        if padding := self.buffer.padding():
-            torch._foreach_zero_(padding)
         self._carry = carries and self.buffer.borrows
         if carries and self.buffer.rests_in_full:  # keep the mean in the own interval, clear the rest
             self.buffer.keep_own(self.mean.num_ranks)  # see [Note: reducing more than once]
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
+        # Padding takes part in the reduction: old bytes of a borrowed or unparked bucket could be NaN there. (Unless it
+        # lies between portions: then nothing but this makes it the same on all ranks.)
+        if padding := self.buffer.padding():
+            torch._foreach_zero_(padding)
         self.waiting = set(self.summed)
         self.buffer.become(PARTIAL)
 
@@ -164,10 +165,12 @@ class Gradients:
         of_replicas: Tensor | None = None,
         look: Callable[[], None] | None = None,
     ) -> None:
-        """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute zeros. Collective. `scratch`,
-        `of_replicas`, `look`: see `Reduction`."""
+        """PARTIAL -> REDUCING. Summed slots without a gradient on this rank contribute `NOTHING`. Collective.
+        `scratch`, `of_replicas`, `look`: see `Reduction`."""
         self._expect((GradState.PARTIAL,), "reduce")
-        self._fill_with_zeros()
+        self._fill_with_nothing()
+        if self.means_in_full:
+            self._tell_from_nothing()
         self.buffer.hold()
         if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
@@ -195,15 +198,29 @@ class Gradients:
         """PARTIAL -> REDUCED, on a single rank: nothing is exchanged, and the mean lies where the terms lie."""
         assert self.is_of_all and not self.buffer.borrows, "other ranks have terms, too"
         self._expect((GradState.PARTIAL,), "keep")
-        self._fill_with_zeros()
+        self._fill_with_nothing()
         self.buffer.become(self.mean.rests)
 
-    def _fill_with_zeros(self) -> None:
+    def _fill_with_nothing(self) -> None:
         """Slots without a gradient on this rank still hold old values of the bucket, which would be added to the
         sum."""
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
             self.buffer.clear(index)
         self.stale.clear()
+
+    def _tell_from_nothing(self) -> None:
+        """[Note: nothing]
+        Ranks do not tell each other which slots have a gradient, before a step. A rank without one adds -0.0, which
+        changes no sum, and a sum of nothing else is -0.0. Here the first element of each gradient of this rank becomes
+        0.0 if it is -0.0. So all ranks see in the sum whether any of them had a gradient, even one of zeros."""
+        assert self.buffer.full is not None, "a mean that all ranks hold in full begins as a sum in full"
+        places = [self.buffer.layout.slots[index].world for index in self.present]
+        if first := [self.buffer.full[place.start : place.start + 1] for place in places if place.numel]:
+            torch._foreach_add_(first, 0.0)
+
+    def is_nothing(self, gradient: Tensor) -> Tensor:
+        """Whether no rank had a gradient of a slot, by its mean over ranks. 0-d. (A mean may round to -0.0.)"""
+        return gradient.reshape(-1)[:1].signbit().any() & ~gradient.any()
 
     def _clear_between_portions(self) -> None:
         """Zero the shard outside of the portions: frozen slots, whose values the reduction does not write."""
