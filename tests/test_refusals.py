@@ -146,6 +146,8 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "negative learning rate": (optimizer(lr=-1.0), ("-1.0", "earning rate")),
     "learning rate of inf": (optimizer(lr=math.inf), ("inf", "learning rate", "finite")),
     "learning rate of NaN in a group": (group(lr=math.nan), ("nan", "learning rate", "from 0")),
+    "differentiable": (optimizer(differentiable=True), ("differentiable=True", "leave")),
+    "differentiable in a group": (group(differentiable=True), ("differentiable=True", "leave")),
     "LBFGS": (optimizer(optimizer_class=torch.optim.LBFGS), ("LBFGS", "cannot be sharded")),
     "max_norm of zero": (clip("clip_grad_norm_", 0.0), ("max_norm", "0.0")),
     "max_norm of NaN": (clip("clip_grad_norm_", math.nan), ("max_norm", "nan")),

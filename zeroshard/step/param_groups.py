@@ -38,8 +38,17 @@ class Classes:
     of_groups: list[OptimizerClass] = field(default_factory=list)
 
     def completed(self, param_group: dict[str, Any]) -> tuple[dict[str, Any], OptimizerClass]:
-        """The group, completed with the defaults of its class; and the class."""
+        """The group, completed with the defaults of its class; and the class.
+
+        Raises:
+            ValueError: the group asks for steps that autograd can follow.
+        """
         group = dict(param_group)
+        if group.get("differentiable", self.options.get("differentiable", False)):
+            raise InvalidValue(
+                "differentiable=True: a ShardedOptimizer changes weights in place, and no gradient passes through its "
+                "steps: leave differentiable out"
+            )
         of_group = group.pop("optimizer_class", self.default)
         return (group if of_group is self.default else {**defaults_of(of_group, {}), **group}), of_group
 
