@@ -154,7 +154,7 @@ class Handle(NotTheModel, NotCopied):
             ValueError: the model does not have one of the parts; or ranks have written different values.
             RuntimeError: a parameter was written to without `write`.
         """
-        gatherer, units = self._open("unsharded").gatherer, self._units_of(parts, "unsharded")
+        gatherer, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
             return written(units, gatherer, modifier_rank)
         return unsharded(units, gatherer)

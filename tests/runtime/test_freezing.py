@@ -325,6 +325,30 @@ def test_forward_alone_inside_unsharded_needs_no_agreement(rank: int) -> None:
         model[0](batch(rank, 0)).sum().backward()
 
 
+@on_ranks(2)
+def test_a_loop_inside_unsharded_follows(rank: int) -> None:
+    """Entering the block is collective: there the ranks agree, as a forward inside cannot. The step once raised that
+    the model had not been called since."""
+
+    def change(model: nn.Module, step: int) -> None:
+        model[0].requires_grad_(step in (1, 3))
+        model[1].requires_grad_(step != 2)
+
+    for plan in PLANS:
+        model = frozen()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, foreach=False)
+        for step in range(4):
+            change(model, step)
+            with handle.unsharded():
+                optimizer.backward(model(batch(rank, step)).square().mean())
+            assert optimizer.step().applied
+        model = frozen()
+        reference = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        expected = plain(2, 4, model, reference, partial(change, model))
+        torch.testing.assert_close(handle.full_state_dict(), dict(expected), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_at_random(shape: tuple[int, ...]) -> None:
     """Weights, biases and layers are frozen and unfrozen between steps of one or two micro-batches. The weights are

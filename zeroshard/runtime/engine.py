@@ -314,6 +314,14 @@ class Engine(NotCopied):
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"
             )
 
+    def before_scope(self) -> Gatherer:
+        """Called before each `unsharded`: inside, a forward cannot agree on which parameters train. Returns the
+        gatherer, which may be a new one."""
+        in_use = any(unit.weights.in_use for unit in self.units)
+        if torch.is_grad_enabled() and not in_use and not in_backward() and not self.has_gradients():
+            self.unfreeze()
+        return self.gatherer
+
     def _expect_known_parameters(self) -> None:
         for name in self.plain.newcomers(self.units):
             raise InvalidState(
