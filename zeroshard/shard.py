@@ -26,6 +26,7 @@ from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
 from zeroshard.model.casting import Precisions, Rules, casts_of
+from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of, parameters_in
 from zeroshard.model.right_call import expect_module, expect_unwrapped
@@ -44,6 +45,7 @@ _LOAD_THE_SAME = (
 )
 
 
+@outside_inference
 def shard(
     model: nn.Module,
     plan: Plan | str | int,

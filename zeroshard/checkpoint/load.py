@@ -23,6 +23,7 @@ from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
+from zeroshard.model.inference import outside_inference
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -48,6 +49,7 @@ class Loaded:
 
 
 @phase("load")
+@outside_inference
 @torch.no_grad()
 def load(
     directory: Path | str,

@@ -17,6 +17,7 @@ from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast
+from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
 from zeroshard.model.paths import Modules
 from zeroshard.model.right_call import expect_no_ddp_around, expect_no_recording
@@ -211,6 +212,7 @@ class Engine(NotCopied):
         self.freezing.apply(slots)
         self.reducer.find_order()
 
+    @outside_inference
     def _begin_to_train(self) -> None:
         frozen = [unit for unit in self.units if not unit.trainable and unit.requiring_grad()]
         if not frozen:

@@ -14,6 +14,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidValue
 from zeroshard.model.absent import give
+from zeroshard.model.inference import outside_inference
 from zeroshard.model.units import UnitSpec
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
@@ -28,6 +29,7 @@ def destination_of(rank0_only: bool, device: torch.device | str | None) -> Desti
     return Destination(rank0_only, device)
 
 
+@outside_inference
 def close(engine: Engine, destination: Destination) -> None:
     """Free everything that the engine and its optimizers hold, and give every parameter main's values, in its dtype
     before `shard`, on the ranks that the destination includes; the rest of the model follows. Collective. After an

@@ -11,6 +11,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.samples import Listing, Samples
 from zeroshard.errors import InvalidState
+from zeroshard.model.inference import outside_inference
 from zeroshard.storage.unit import Unit
 
 _AT_A_TIME = 8
@@ -20,6 +21,7 @@ _AT_A_TIME = 8
 class SameGradients:
     """Of one optimizer, on one rank."""
 
+    @outside_inference
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self._samples = Samples(collectives.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.profiling import phase
+from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
@@ -48,6 +49,7 @@ class Steppers:
         self.num_builds = 0
         self.waiting: FullState = {}
 
+    @outside_inference
     def build(self, groups: ParamGroups | None) -> None:
         """Replace them by new ones, without state. `groups`: None: no parameters.
 
@@ -149,6 +151,7 @@ class Steppers:
             state |= stepper.state.gather(only, destination)
         return state
 
+    @outside_inference
     def load(
         self,
         state: Mapping[Tensor, Mapping[str, Any]],
