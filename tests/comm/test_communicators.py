@@ -6,7 +6,7 @@ backward, where ranks may be at different reductions; and each `shard` made new 
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
-from tests.kit import PLANS, Block, Net, loss_of_tokens, make
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, travelling
 from tests.timed_backend import TimedGroup, timed_ranks
 from zeroshard.comm import mesh as meshes
 from zeroshard.comm.mesh import launched
@@ -121,6 +121,25 @@ class Bound:
 
     def __init__(self) -> None:
         self.bound_device_id: Any = torch.device("cuda", 0)
+
+
+def with_more_groups_on_some_ranks(rank: int, way: str) -> None:
+    """torch asks every rank to call `new_group`, and only the members have the group then."""
+    mesh = dist.new_group([0, 1], timedelta(seconds=20))
+    for _ in range(2):
+        dist.new_group([0], timedelta(seconds=20))
+    with travelling(way):
+        for plan in (PLANS[1], PLANS[3]):
+            model = make(Net)
+            handle = zeroshard.shard(model, plan, units=Block, mesh=mesh)
+            step(model, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), rank)
+
+
+@pytest.mark.parametrize("way", ["pairwise", "native"])
+def test_ranks_may_have_made_different_numbers_of_groups(way: str) -> None:
+    """`shard` waited until the timeout."""
+    with timed_ranks("random") if way == "native" else nullcontext():
+        run_ranks(with_more_groups_on_some_ranks, 2, way, collective_timeout=20)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [((0, 1, 2, 3), "cuda:0"), ((0, 2), "None")])

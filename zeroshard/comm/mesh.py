@@ -10,8 +10,10 @@ one axis (the usual case)          two axes (HSDP): shard inside a node, replica
 
 from __future__ import annotations
 
+import hashlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm import watch
@@ -429,7 +432,7 @@ def _default_group() -> dist.ProcessGroup:
 def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group with the backends and the timeout of `like`, in the order of `ranks`."""
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may lack it
-    with _without_a_split(ranks):
+    with _without_a_split(ranks), _named_alike(ranks):
         group = dist.new_group(
             list(ranks),
             backend=dist.get_backend_config(like),
@@ -440,6 +443,29 @@ def _new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.de
         )
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group
+
+
+_NUMBERS: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+"""The default group -> how many groups of some ranks this process has made."""
+
+
+@contextmanager
+def _named_alike(ranks: tuple[int, ...]) -> Iterator[None]:
+    """Inside, a new group of these ranks has the same name on all of them."""
+    # A name with which torch's members find each other in the store contains how many groups their process has. That
+    # differs if the program has made groups of only some ranks, and they would wait for each other until the timeout.
+    numbers = _NUMBERS.setdefault(_default_group(), Counter())
+    numbers[ranks] += 1
+    name = f"zeroshard-{hashlib.sha1(repr((ranks, numbers[ranks])).encode(), usedforsecurity=False).hexdigest()}"
+    own = getattr(distributed_c10d, "_hash_ranks_to_str", None)
+    if own is None:  # another torch than those that are known
+        yield
+        return
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = own
 
 
 @contextmanager
