@@ -11,6 +11,7 @@ as gloo's threads release what they have sent a moment later.
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -233,7 +234,7 @@ def test_the_most_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_reference_to_the_original_parameters_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `shard` once kept them, to restore the model after a failure."""
-    names = zeroshard.shard.__globals__
+    names = inspect.unwrap(zeroshard.shard).__globals__
     build = names["_build_or_undo"]
 
     def build_and_keep(chosen: Any, *args: Any) -> Any:
