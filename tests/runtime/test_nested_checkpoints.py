@@ -55,9 +55,17 @@ class Outer(Part):
         return super().body(x)
 
 
-def trained(rank: int, plan: str, units: Any, *kinds: Any) -> list[Tensor]:
+class Outermost(Outer):
+    """With another outer part inside, in a recomputation that comes before that of its other part."""
+
+    def __init__(self, inner: bool | None, around: bool | None, inner_of_parts: bool | None, last: bool) -> None:
+        super().__init__(inner_of_parts, None, None, last)
+        self.parts = nn.ModuleList([Outer(inner, around, None, last), Part(inner, last)])
+
+
+def trained(rank: int, plan: str, units: Any, *kinds: Any, of: type[Outer] = Outer) -> list[Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Outer(*kinds), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), of(*kinds), nn.Linear(4, 4))
     handle = zeroshard.shard(model, plan, units=units)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
     inputs = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(rank))
@@ -76,11 +84,13 @@ def check(rank: int, ranks: int) -> None:
     units = (Outer,), (Part,), (Outer, Part), (Outer, nn.Linear)
     cases = [case for case in product(KINDS, KINDS, KINDS, (False, True)) if True in case[:3]]
     for number, kinds in enumerate(cases):
-        expected = trained(rank, "ddp", None, *kinds)
-        for chosen in (units[(number + ranks) % 4], units[(number + ranks + 2) % 4]):
+        for of, chosen in zip(
+            (Outer, Outermost), (units[(number + ranks) % 4], units[(number + ranks + 2) % 4]), strict=True
+        ):
+            expected = trained(rank, "ddp", None, *kinds, of=of)
             with travelling("pairwise" if number % 3 else "shared"):
-                found = trained(rank, "zero3", chosen, *kinds)
-            assert all(map(torch.equal, found, expected)), (chosen, kinds)
+                found = trained(rank, "zero3", chosen, *kinds, of=of)
+            assert all(map(torch.equal, found, expected)), (of, chosen, kinds)
 
 
 def test_checkpoints_inside_units_and_inside_one_another() -> None:

@@ -146,12 +146,10 @@ class Unrecorded:
     Attributes:
         behind: the last visit before it.
         inside: units whose calls are around it; their visits come after it.
-        within: the checkpoint whose recomputation it was a part of.
     """
 
     behind: Visit | None
     inside: frozenset[Unit]
-    within: Node | None
 
 
 class ToCome:
@@ -167,17 +165,11 @@ class ToCome:
         self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
-        behind, within = self.visits[-1] if self.visits else None, torch._C._current_autograd_node()
-        self.without_graph[unit].append(Unrecorded(behind, inside, within))
+        self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))
 
-    def runs_again(self, unit: Unit, within: Node | None) -> Unrecorded | None:
-        """The forward without grad that a checkpoint runs again now, if there was one. `within`: this checkpoint."""
-        forwards = self.without_graph[unit]
-        for forward in reversed(forwards):
-            if forward.within is not within:  # else this checkpoint runs it for the first time, in one inside of it
-                forwards.remove(forward)
-                return forward
-        return None
+    def run_again(self, units: Sequence[Unit]) -> list[Unrecorded]:
+        """The last forward without grad of each of these units, if there was one: a checkpoint runs it again."""
+        return [self.without_graph[unit].pop() for unit in units if self.without_graph.get(unit)]
 
     def begin_of(self, unrecorded: Unrecorded) -> int:
         """The number of the first visit after this forward."""

@@ -223,8 +223,7 @@ class Schedule(NotCopied):
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
         Backward is done with the units that ran after it: visit them first. Not with those around it, whose parameters
         the checkpoint may use as well."""
-        checkpoint = torch._C._current_autograd_node()
-        first = [forward for unit in units if (forward := self._to_come.runs_again(unit, checkpoint)) is not None]
+        first, checkpoint = self._to_come.run_again(units), torch._C._current_autograd_node()
         if not first or self._backward is None or checkpoint is self._recomputed or not torch.is_grad_enabled():
             return  # later visits belong to this checkpoint, or it will be run again once more
         self._recomputed = checkpoint
