@@ -1,7 +1,8 @@
 """Activation checkpoints inside calls of units, and inside one another, with units inside units.
 
 The graph of a backward does not show what a reentrant checkpoint contains, so under ZeRO-3 a unit was reduced although
-a checkpoint inside of its call still had gradients for it. The backward then raised.
+a checkpoint inside of its call still had gradients for it. The backward then raised. And where a checkpoint contained
+nothing but another one, ranks with different graphs gathered units in different orders.
 """
 
 from __future__ import annotations
@@ -78,6 +79,39 @@ def trained(rank: int, plan: str, units: Any, *kinds: Any, of: type[Outer] = Out
     return list(handle.full_state_dict().values())
 
 
+class Directly(nn.Module):
+    """A checkpoint that contains nothing but another one, in front of parts whose results one rank may leave unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside, self.behind = (nn.ModuleList(nn.Linear(4, 4) for _ in range(n)) for n in (1, 2, 3))
+
+    def body(self, x: Tensor, depth: int) -> Any:
+        if depth:
+            return checkpoint(self.body, x, depth - 1, use_reentrant=True)
+        for part in self.inside:
+            x = torch.tanh(part(x))
+        return x
+
+    def forward(self, x: Tensor, *, uses_all: bool) -> Any:
+        x = y = self.body(self.first[0](x), 2)
+        for part in self.behind:
+            y = torch.tanh(part(y))
+        return y if uses_all else x
+
+
+def of_ranks_that_differ(rank: int, plan: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    handle = zeroshard.shard(model := Directly(), plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    inputs = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(rank))
+    for step in range(3):
+        model(inputs[step], uses_all=step == 1 or rank == 0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(handle.full_state_dict().values())
+
+
 def check(rank: int, ranks: int) -> None:
     # A checkpoint inside of a reentrant one is first called without grad.
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
@@ -89,6 +123,11 @@ def check(rank: int, ranks: int) -> None:
             with travelling("pairwise" if number % 3 else "shared"):
                 found = trained(rank, "zero3", chosen, *kinds, of=of)
             assert all(map(torch.equal, found, expected)), (of, chosen, kinds)
+    expected = of_ranks_that_differ(rank, "ddp")
+    for way in ("shared", "pairwise"):
+        # A rank that has not come to the last parts visits them before the recomputation, as its peers have.
+        with travelling(way):
+            assert all(map(torch.equal, of_ranks_that_differ(rank, "zero3"), expected)), way
 
 
 def test_checkpoints_inside_units_and_inside_one_another() -> None:

@@ -222,10 +222,10 @@ class Schedule(NotCopied):
     def _return_to(self, units: Sequence[Unit]) -> None:
         """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
         Backward is done with the units that ran after it: visit them first. Not with those around it, whose parameters
-        the checkpoint may use as well."""
+        the checkpoint may use as well. (If it contains another one, it recomputes that one's part without grad.)"""
         first, checkpoint = self._to_come.run_again(units), torch._C._current_autograd_node()
-        if not first or self._backward is None or checkpoint is self._recomputed or not torch.is_grad_enabled():
-            return  # later visits belong to this checkpoint, or it will be run again once more
+        if not first or self._backward is None or checkpoint is self._recomputed:
+            return  # later visits belong to this checkpoint
         self._recomputed = checkpoint
         with torch.no_grad():
             self._visit_from(max(map(self._to_come.begin_of, first)))
