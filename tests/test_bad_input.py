@@ -288,8 +288,14 @@ def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer(ran
     first, second, plain = make(Net), make(Net, 1), make(Net, 2)
     one, two = zeroshard.shard(first, "zero3", units=Block), zeroshard.shard(second, "zero2", units=Block)
 
+    class Picky(torch.optim.SGD):
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            if param_group.get("momentum", 0.0) is None:
+                raise TypeError("a momentum is missing")
+            super().add_param_group(param_group)
+
     def build(*parameters: nn.Parameter) -> zeroshard.ShardedOptimizer:
-        return zeroshard.ShardedOptimizer(list(parameters), torch.optim.SGD, lr=0.1)
+        return zeroshard.ShardedOptimizer(list(parameters), Picky, lr=0.1, momentum=0.0)
 
     for others in (second.norm.weight, plain.norm.weight):
         with pytest.raises(
@@ -301,7 +307,7 @@ def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer(ran
         build(first.norm.weight)
     with pytest.raises(ValueError, match="ShardedOptimizer got an empty parameter list"):
         build()
-    with pytest.raises(ValueError, match="Invalid learning rate"):
+    with pytest.raises(ValueError, match="Invalid learning rate") as error:
         zeroshard.ShardedOptimizer(two, torch.optim.AdamW, lr=-1.0)
     optimizer.backward(loss_of_tokens(first, rank, 0, 0))
     optimizer.step()
@@ -309,6 +315,13 @@ def test_an_optimizer_has_parameters_of_one_handle_and_of_no_other_optimizer(ran
     again = build(first.norm.weight)
     again.backward(loss_of_tokens(first, rank, 0, 1))
     again.step()
+    with pytest.raises(TypeError, match="a momentum is missing"):
+        again.add_param_group({"params": [first.norm.bias], "momentum": None})
+    assert len(again.param_groups) == 1
+    for optimizer in (again, build(first.norm.bias)):  # which the first one has not kept
+        optimizer.backward(loss_of_tokens(first, rank, 0, 2))
+        optimizer.step()
+    assert error.tb, "the failed optimizer lives on in the frames of its error"
     fresh = zeroshard.ShardedOptimizer(two, torch.optim.SGD, lr=0.1)
     fresh.backward(loss_of_tokens(second, rank, 0, 0))
     fresh.step()

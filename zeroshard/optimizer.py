@@ -329,9 +329,10 @@ class ShardedOptimizer(TorchOptimizer):
                 self.engine.take_newcomers(self.groups.parameters(), self.handle)
                 self.engine.unfreeze()
                 self.rebuild()
-        except ValueError:
+        except BaseException:
             self.param_groups.pop(), self._classes.of_groups.pop()
             self._steppers.all, self._steppers.units = before
+            self.groups.changed()
             raise
 
     @torch.no_grad()

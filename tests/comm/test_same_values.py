@@ -7,6 +7,7 @@ error. Now the ranks compare a digest of each tensor before anything is written.
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import zeroshard
 from tests.kit import PLANS, plans_of, same_bits
 from zeroshard.comm.same import differing, fingerprint
 from zeroshard.io.tensor_file import bytes_of
+from zeroshard.layout import digest
 from zeroshard.testing import run_ranks
 
 
@@ -161,3 +163,13 @@ def test_a_fingerprint_tells_values_shapes_and_dtypes_apart() -> None:
     assert fingerprint(object()) == fingerprint(object())  # an object without values to compare
     assert differing([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}]) == {"a": [2], "b": [1]}
     assert re.fullmatch(r"torch\.float32 \[4\] \d+", fingerprint(torch.zeros(4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_a_digest_sees_a_change_of_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_CHUNK", 3)
+    before = torch.arange(40, dtype=torch.uint8)
+    for at, bit in product(range(40), range(8)):
+        after = before.clone()
+        after[at] ^= 1 << bit
+        assert digest.digest(after.view(dtype)) != digest.digest(before.view(dtype)), (at, bit)

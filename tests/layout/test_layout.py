@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.layout import pool_plan
 from zeroshard.layout.cuts import SCRATCH_ALIGNMENT, batches, count, cut, most_in_a_batch
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.layout.layout import ALIGNMENT, SLOT_ALIGNMENT, BufferLayout, Fragment, Slot
+from zeroshard.layout.owners import balance, cost
 
 Shapes = list[tuple[int, ...]]
 
@@ -313,3 +315,16 @@ def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
         ("b", Interval(1536, 2048)),
         ("b", Interval(2048, 2304)),
     ]
+
+
+# Owners and pools -----------------------------------------------------------------------------------------------------
+
+
+def test_owners_have_about_the_same_to_do() -> None:
+    assert [cost(shape) for shape in ((), (6,), (2, 3), (4, 2, 3), (0, 3))] == [1, 6, 12, 48, 0]
+    assert balance([3, 8, 5, 3, 1], 2) == [1, 0, 1, 0, 1]  # 8, 5, then 3 and 3 in the order of their numbers, and 1
+
+
+def test_buffers_are_kept_until_there_are_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_plan, "KEPT_BYTES", 10)
+    assert pool_plan.kept([4, 7, 6, 1, 0]) == [True, False, True, False, True]

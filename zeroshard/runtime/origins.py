@@ -93,7 +93,7 @@ class Origins:
             known = [look for look in looks if look.norms or not self._is_alone]
             names = [name for look in known for name in look.names]
             bad = [name for look in known for name in look.not_finite() if name in among]
-            if bad and len(bad) == len(names) > 1:
+            if len(bad) == len(names) > 1:
                 return micro_batch, (
                     f"all of them, {bad[0]} first (micro-batch {micro_batch}; the loss, or what forward had computed, "
                     "was not finite already; or the loss used a weight inside `with handle.unsharded():`, and this "

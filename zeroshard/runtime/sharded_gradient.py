@@ -106,7 +106,7 @@ class ShardedGradient(Tensor):
             return None
         if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
             return [one._norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
-        if func is _aten.linalg_vector_norm.default and isinstance(first, ShardedGradient):
+        if func is _aten.linalg_vector_norm.default:
             dim = args[2] if len(args) > 2 else kwargs.get("dim")
             if dim is None or len(dim) in (0, first.dim()):
                 return first._norm(float(args[1]) if len(args) > 1 else 2.0)
