@@ -90,6 +90,7 @@ class SettingsReport:
         it."""
         if now is not None and self.compared is not None and now != self.compared:
             self._late.append((self.compared, now))
+            self.compared = now
 
     @property
     def digest(self) -> int:

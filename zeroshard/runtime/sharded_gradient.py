@@ -92,7 +92,7 @@ class ShardedGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func in SAME and isinstance(first, ShardedGradient):
             return first
         if func in IN_PLACE and isinstance(first, ShardedGradient) and _are_scalars(args[1:], kwargs):

@@ -142,14 +142,13 @@ class ParamGroups:
         """Raises:
         RuntimeError: somebody has edited the lists of parameters, which the update does not see."""
         found = [group["params"] for group in self.lists]
-        pairs = zip_longest(found, self._parameters, fillvalue=())
+        pairs = zip_longest(found, self._parameters, fillvalue=(None,))
         same = [len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs]
-        if len(found) != len(self._parameters) or not all(same):
-            number = same.index(False) if False in same else len(same) - 1
+        if not all(same):
             raise InvalidState(
-                f"the parameters of param group {number} have been edited, and the optimizer updates those that it "
-                "had: to add some call add_param_group, to stop the training of one call requires_grad_(False) on it, "
-                "and for other groups build the optimizer anew. Nothing has been updated"
+                f"the parameters of param group {same.index(False)} have been edited, and the optimizer updates those "
+                "that it had: to add some call add_param_group, to stop the training of one call requires_grad_(False) "
+                "on it, and for other groups build the optimizer anew. Nothing has been updated"
             )
 
     def hyper_parameters(self) -> list[dict[str, Any]]:
