@@ -20,6 +20,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import NUM_RANKS, PLANS
 from tests.together import on_ranks
+from zeroshard.step import same_gradients
 from zeroshard.testing import RankError, run_ranks
 
 Case = Callable[[int, Any, Any, Any], object]
@@ -434,3 +435,20 @@ def test_gradients_that_nobody_averages(num_ranks: int) -> None:
     assert "DistributedDataParallel" in local
     assert "parameter number 3 has one on rank 0, and none on rank 1" in missing
     assert fine == ""
+
+
+def test_each_gradient_is_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_gradients, "_AT_A_TIME", 1)
+
+    def check(rank: int) -> None:
+        for differs in range(4):
+            model = build()
+            optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            with pytest.raises(RuntimeError, match=f"that of parameter number {differs} has other values on rank 1"):
+                for _ in range(4):
+                    for number, parameter in enumerate(model.parameters()):
+                        parameter.grad = torch.full_like(parameter, rank if number == differs else 1)
+                    optimizer.step()
+            optimizer.handle.close()
+
+    run_ranks(check, 2)

@@ -296,7 +296,7 @@ class VisibleGradients:
         part = self._grads[unit].held_part(index)
         if part.numel():
             operation(part)
-        self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
+        self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {name}", "step", 0)
         self.changed()
 
     @torch.no_grad()
