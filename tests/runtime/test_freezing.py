@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.grids import EVERYTHING
@@ -281,6 +282,26 @@ def test_frozen_between_two_micro_batches(rank: int) -> None:
         state = handle.full_state_dict()
         for name, value in expected.state_dict().items():
             torch.testing.assert_close(state[name], value)
+
+
+@on_ranks(2)
+def test_frozen_before_a_backward_in_which_one_rank_alone_calls_the_model_again(rank: int) -> None:
+    """The agreement is collective: it waits for the next forward."""
+    for plan in plans_of(0):
+        ends = []
+        for recomputes in (False, rank == 0):
+            model = build()
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            for step in range(3):
+                x = batch(rank, step)
+                y = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
+                model[0].bias.requires_grad_(step != 1)
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(handle.full_state_dict())
+        assert same_bits(*ends), plan
 
 
 @pytest.mark.by_gloo  # its messages say what they belong to; other ranks wait until the timeout

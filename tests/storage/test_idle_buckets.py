@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from zeroshard.layout import pool_plan
 from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 
@@ -86,5 +87,19 @@ def test_if_they_stayed_backward_would_overwrite_them() -> None:
         expected, *_ = train(rank, "ddp", torch.float32)
         weights, *_ = train(rank, "zero3", torch.float32, False)
         assert not all(torch.equal(here, there) for here, there in zip(weights, expected, strict=True))
+
+    run_ranks(check, 2)
+
+
+def test_discarded_gradients_leave_no_bucket() -> None:
+    def check(rank: int) -> None:
+        pool_plan.KEPT_BYTES = 0
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        handle = zeroshard.shard(model, "zero2", units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01)
+        for discard in (optimizer.step, optimizer.zero_grad):
+            model(torch.ones(4, 16)).square().mean().backward()
+            discard()
+            assert handle.memory()["buckets"] == 0, discard
 
     run_ranks(check, 2)
