@@ -445,10 +445,13 @@ def test_each_gradient_is_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
             model = build()
             optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
             with pytest.raises(RuntimeError, match=f"that of parameter number {differs} has other values on rank 1"):
-                for _ in range(4):
-                    for number, parameter in enumerate(model.parameters()):
-                        parameter.grad = torch.full_like(parameter, rank if number == differs else 1)
-                    optimizer.step()
+                train(model, optimizer, rank, differs)
             optimizer.handle.close()
+
+    def train(model: nn.Module, optimizer: Any, rank: int, differs: int) -> None:
+        for _ in range(4):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full_like(parameter, rank if number == differs else 1)
+            optimizer.step()
 
     run_ranks(check, 2)

@@ -114,11 +114,12 @@ class Steppers:
     def _gather(self, unit: Unit, active: dict[Unit, list[bool]]) -> bool:
         """Start to gather what has been updated of a unit. Returns whether there is anything."""
         slots = {index for index in self.units[unit] if active[unit][index]}
-        if unit.plan.main is SHARDED and slots:
+        gathers = unit.plan.main is SHARDED and bool(slots)
+        if gathers:
             self._engine.gatherer.updated(unit, slots)
         else:
             unit.weights.versions.renew(slots)
-        return unit.plan.main is SHARDED and bool(slots)
+        return gathers
 
     def discard_gradients(self) -> None:
         """Free the gradients of the parameters of these steppers, and of parameters that no optimizer has."""
