@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, travelling
+from zeroshard.step.clipping import Clipping
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -108,6 +109,7 @@ def run(steps: Steps, sequence: Sequence) -> tuple[list[float], dict[str, Tensor
         steps.backward()
         seen += sequence(steps)
         steps.optimizer.step()
+        assert steps.is_plain or steps.optimizer.clipping == Clipping()
     return seen, steps.weights()
 
 

@@ -36,8 +36,7 @@ class Clipping:
     def clear(self) -> None:
         """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
         attributes: a new record would be set on one of the two only."""
-        self.factor, self.value, self.asked, self.awaits_norm, self.needs_host = 1.0, None, None, False, False
-        self.bounds = ()
+        vars(self).update(vars(Clipping()))
 
     @property
     def waits(self) -> bool:
