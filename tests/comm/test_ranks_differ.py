@@ -388,6 +388,19 @@ def test_after_a_difference_ranks_go_on(rank: int) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
+@on_ranks(2)
+def test_groups_that_are_added_are_compared(rank: int) -> None:
+    model = build()
+    zeroshard.shard(model, "zero2")
+    optimizer = zeroshard.ShardedOptimizer([model[0].weight], torch.optim.SGD, lr=0.1)
+    backward(model, rank)
+    optimizer.step()
+    optimizer.add_param_group({"params": [model[0].bias if rank else model[2].bias]})
+    backward(model, rank, 1)
+    with pytest.raises(RuntimeError, match="the param group of"):
+        optimizer.step()
+
+
 # Gradients that every rank has in full --------------------------------------------------------------------------------
 
 

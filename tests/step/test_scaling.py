@@ -351,9 +351,13 @@ def test_a_scaled_optimizer_wants_scaled_losses(rank: int) -> None:
     model = make(WithEmptyShards)
     zeroshard.shard(model, "zero2", units=nn.Linear, precision="fp16")
     optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    loss_of(model, rank, 0).backward()
-    with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):
-        optimizer.step()
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        with pytest.raises(RuntimeError, match=r"optimizer.backward\(loss\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rank, step))
+        assert optimizer.step().applied  # that loss says nothing about the next one, also without a `zero_grad`
 
 
 @on_ranks(2)

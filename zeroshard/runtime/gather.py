@@ -43,6 +43,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _during() -> During:
+    """The phase of a call that is made now."""
+    return "backward" if in_backward() else "forward"
+
+
 class Gatherer:
     """Gathers and hides the weights of all units of a model.
 
@@ -96,7 +101,7 @@ class Gatherer:
             unit.weights.in_use += 1
         if not self._parts_behind and all(unit.weights.shown for unit in gathers):
             return
-        during: During = "backward" if in_backward() else "forward"
+        during = _during()
         with torch.no_grad():
             if len(gathers) < len(units):
                 self._start_parts(None, during)
@@ -111,7 +116,7 @@ class Gatherer:
         with torch.no_grad():
             for unit in units:
                 if not unit.weights.shown:
-                    self._unshard(unit, "backward" if in_backward() else "forward")
+                    self._unshard(unit, _during())
 
     def put_away(self, units: Sequence[Unit]) -> None:
         """Hide the units that no forward needs any more, if they only borrow their full weights."""
@@ -236,7 +241,7 @@ class Gatherer:
         if unit.weights.buffer.borrows:
             if is_own_thread and unit.weights.in_use:
                 with torch.no_grad():
-                    self._unshard(unit, "backward" if in_backward() else "forward")
+                    self._unshard(unit, _during())
         elif is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
                 unit.weights.arrive()

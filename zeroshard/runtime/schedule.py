@@ -85,10 +85,10 @@ class Schedule(NotCopied):
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
-        is_scope = any(unit.weights.scopes for unit in self.gatherer.units)
-        if not (self.running or in_backward()):
-            self._evaluates = not torch.is_grad_enabled()
-        if self._trail.visits and not (self.running or in_backward() or is_scope):
+        if self.running or in_backward():
+            return
+        self._evaluates = not torch.is_grad_enabled()
+        if self._trail.visits and not any(unit.weights.scopes for unit in self.gatherer.units):
             self._trail = Trail()
             self._listed.append(self._trail)
 
