@@ -357,3 +357,36 @@ def test_an_optimizer_without_state() -> None:
 
     for logs in zip(*run_ranks(check, 3), strict=True):
         expect_same_logs(logs)
+
+
+def test_after_an_update_that_raised_weights_and_state_are_loaded_anew() -> None:
+    class Breaks(torch.optim.AdamW):
+        breaks = False
+
+        def step(self, closure: Any = None) -> Any:
+            if Breaks.breaks:
+                raise KeyError("on the way")
+            return super().step(closure)
+
+    def check(rank: int) -> None:
+        for plan in plans_of(0):
+            model = make(small)
+            handle = zeroshard.shard(model, plan, units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, Breaks, **ADAMW)
+            step(optimizer, model, rank, 0)
+            weights, state = handle.full_state_dict(), optimizer.state_dict()
+            step(optimizer, model, rank, 1)
+            expected = handle.full_state_dict()
+            Breaks.breaks = True
+            with pytest.raises(KeyError, match="on the way"):
+                step(optimizer, model, rank, 2)
+            Breaks.breaks = False
+            with pytest.raises(RuntimeError, match="an earlier update raised half way"):
+                step(optimizer, model, rank, 2)
+            optimizer.zero_grad()
+            handle.load_full_state_dict(weights)
+            optimizer.load_state_dict(state)
+            step(optimizer, model, rank, 1)
+            assert same_bits(handle.full_state_dict(), expected), plan
+
+    run_ranks(check, 2)

@@ -150,12 +150,19 @@ def test_one_that_cannot_be_replaced_raises(rank: int) -> None:
 
 @on_ranks(2)
 def test_no_copies_where_none_are_needed(rank: int) -> None:
-    """Inside of a scope, and under plans that keep the weights in full."""
+    """Inside of a scope, and under plans that keep the weights in full; and of results that are no views."""
+    returned: list[Tensor] = []
+
+    def view(weight: nn.Parameter) -> tuple[Tensor, Tensor]:
+        returned.append(2 * weight)
+        return weight[:4], returned[-1]
+
     for plan in ("zero2", "zero3"):
-        model = Model(VIEWS["a slice"])
+        model = Model(view)
         handle = zeroshard.shard(model, plan, units=UNITS)
+        assert model.first()[1] is returned[-1]
         with handle.unsharded():
-            assert model.first().data_ptr() == model.first.weight.data_ptr()
+            assert model.first()[0].data_ptr() == model.first.weight.data_ptr()
 
 
 def test_they_depend_on_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,15 @@ def test_an_error_inside_leaves_the_values_as_they_were(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_step_inside_would_be_lost(rank: int) -> None:
+    model, handle, optimizer = start("zero3", rank)
+    optimizer.backward(loss_of_tokens(model, rank, 0, 1))
+    with handle.unsharded(write=True), pytest.raises(RuntimeError, match="step after the block"):
+        optimizer.step()
+    assert optimizer.step().applied
+
+
+@on_ranks(2)
 def test_a_write_that_was_not_announced_is_told(rank: int) -> None:
     """Such a write once was lost under ZERO3; under the other plans it changed the weights of this rank only, and not
     main."""
