@@ -165,7 +165,7 @@ def test_clips_of_weighted_losses() -> None:
     def check(rank: int) -> None:
         for plan in PLANS:
             steps = Steps(rank, 2, plan)
-            steps.optimizer.backward(steps._loss(rank), weight=1.0 + rank)
+            steps.optimizer.backward(steps._loss(rank), weight=10.0 + 10 * rank)
             first, second = steps.norm(0.1), steps.norm(0.05)
             assert first > 1 and second == pytest.approx(0.1, rel=1e-4)
             steps.value(0.01)
