@@ -288,6 +288,10 @@ def test_raise_skip_and_ignore_without_a_scale(rank: int) -> None:
             if rank == 1:
                 poisoned(model, model.first.weight, torch.inf, 2)
             optimizer.backward(loss_of(model, rank, 0))
+            if choice != "ignore":
+                assert not optimizer.clip_grad_norm_(1.0).isfinite()  # the step deals with it
+                with pytest.raises(RuntimeError, match="error_if_nonfinite"):
+                    optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
             if choice in (None, "raise"):
                 with pytest.raises(RuntimeError, match=r"not finite.*first\.weight"):
                     optimizer.step()
