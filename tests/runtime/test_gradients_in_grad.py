@@ -227,6 +227,19 @@ def a_failed_backward(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+def failed_gradients_of_their_own(run: Run) -> None:
+    """A `torch.autograd.grad` that raises takes no gradients of earlier backwards along, as in plain torch."""
+    for step in range(2):
+        run.optimizer.zero_grad()
+        run.loss(step).backward()
+        x = batch(run.rank or 0, step).requires_grad_()
+        (out := run.model(x)).register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(out.square().mean(), x)
+        run.loss(step + 2).backward()
+        run.optimizer.step()
+
+
 def fail(_: Tensor) -> None:
     raise ZeroDivisionError
 
@@ -243,6 +256,7 @@ LOOPS: list[Callable[[Run], None]] = [
     add_to_what_was_set,
     post_accumulate_hooks,
     gradients_of_their_own,
+    failed_gradients_of_their_own,
     a_failed_backward,
 ]
 
@@ -308,10 +322,11 @@ def deaf(rank: int) -> list[dict[str, Tensor]]:
 
 
 def test_the_loops_are_sensitive(expected: list[dict[str, Tensor]]) -> None:
-    """Negative control: a loop whose actions are ignored ends with other weights. (One loop has none.)"""
+    """Negative control: a loop whose actions are ignored ends with other weights. (Two loops have none.)"""
     for loop, wanted, found in zip(LOOPS, expected, run_ranks(deaf, 1)[0], strict=True):
         difference = largest_difference(found, wanted)
-        assert difference < 1e-10 if loop is gradients_of_their_own else difference > 1e-4, (loop, difference)
+        acts = loop not in (gradients_of_their_own, failed_gradients_of_their_own)
+        assert difference > 1e-4 if acts else difference < 1e-10, (loop, difference)
 
 
 # What it is, and what it is not ---------------------------------------------------------------------------------------

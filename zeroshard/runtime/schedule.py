@@ -312,11 +312,11 @@ class Schedule(NotCopied):
         whether it had added to gradients of earlier ones, which are discarded, too."""
         if self._backward is None or in_backward():
             return False
-        self._backward, self.accumulates = None, False
+        accumulated, self._backward, self.accumulates = self.accumulates, None, False
         self.running.end_backward()
         self._forget()
         with torch.no_grad():
-            adds = self.reducer.abandon_backward()
+            adds = accumulated and self.reducer.abandon_backward()  # else gradients of earlier ones stay
         self._read_again.clear()
         self.gatherer.end_backward()
         return adds
