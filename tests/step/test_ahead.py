@@ -24,6 +24,7 @@ from tests.kit import DEVICE, EVERYTHING, Block, Gated, Net, State, loss_of_toke
 from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.comm.packets import Unread
 from zeroshard.step import ahead
+from zeroshard.step.ahead import is_fused
 from zeroshard.step.steppers import Steppers
 from zeroshard.testing import run_ranks
 
@@ -579,3 +580,25 @@ def test_two_optimizers_ask_alike_on_all_ranks() -> None:
         for (norms, state), (norms_of_host, state_of_host) in run_ranks(both_of_two, 2):
             assert norms == norms_of_host
             assert same_bits(state, state_of_host)
+
+
+class Own(torch.optim.AdamW):
+    """Its `step` may do anything."""
+
+
+def with_a_step_that_can_be_void(rank: int) -> list[tuple[bool, bool]]:
+    found = []
+    for optimizer_class, fused in ((torch.optim.AdamW, True), (torch.optim.AdamW, None), (Own, True)):
+        model = make(Net)
+        zeroshard.shard(model, "zero2", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), optimizer_class, lr=1e-2, fused=fused)
+        stepper: Any = optimizer.steppers[0]
+        before = is_fused(stepper, optimizer.param_groups)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        optimizer.step()
+        found.append((before, is_fused(stepper, optimizer.param_groups)))
+    return found
+
+
+def test_only_torchs_own_fused_steps_with_state_can_be_void() -> None:
+    assert run_ranks(with_a_step_that_can_be_void, 1)[0] == [(False, True), (False, False), (False, False)]
