@@ -284,6 +284,29 @@ def test_frozen_between_two_micro_batches(rank: int) -> None:
             torch.testing.assert_close(state[name], value)
 
 
+class WithMethod(nn.Sequential):
+    def features(self, x: Tensor) -> Any:
+        return self.forward(x)
+
+
+@on_ranks(2)
+def test_a_method_of_the_model_follows_as_its_forward_does(rank: int) -> None:
+    for plan in plans_of(1):
+        ends = []
+        for name in ("__call__", "features"):
+            model = WithMethod(*frozen())
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            handle.register_forward_method(model, "features")
+            for step in range(3):
+                model[0].requires_grad_(step > 0)
+                getattr(model, name)(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+            ends.append(handle.full_state_dict())
+        assert same_bits(*ends), plan
+        assert not torch.equal(ends[0]["0.bias"], build()[0].bias)
+
+
 @on_ranks(2)
 def test_frozen_before_a_backward_in_which_one_rank_alone_calls_the_model_again(rank: int) -> None:
     """The agreement is collective: it waits for the next forward."""
