@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make
 from zeroshard.model.units import choose_units
-from zeroshard.planning import Configuration, Trace, Workload, activations, dry_run, fit
+from zeroshard.planning import Configuration, Trace, Workload, activations, dry_run, fit, forecast
 from zeroshard.planning.activations import Live
 from zeroshard.testing import run_ranks
 
@@ -258,6 +258,64 @@ def test_what_fits_with_activations() -> None:
     assert found[0].forecast.configuration.workload.recompute  # type: ignore[union-attr]
     assert found[1].spare == with_recompute.whole_peak - without.whole_peak
     assert "activations" in found[1].reason
+
+
+class Scaled(nn.Module):
+    """A norm that is given fp32 where the rest computes in 16 bits: whether its input is cast depends on the units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.scale = nn.Linear(WIDTH, WIDTH), Gain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.scale(self.wide(x).float())
+        return x + y.to(x.dtype)
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def test_what_is_tried_together_is_traced_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each number is that of the configuration on its own. All of it was planned anew for each workload and number
+    of micro-batches, and traced anew for each size of units."""
+    calls = dict.fromkeys(("trace", "needs", "units", "file"), 0)
+
+    def counted(name: str, of: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return of(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(activations, "_trace", counted("trace", activations._trace))
+    monkeypatch.setattr(forecast, "needs_of", counted("needs", forecast.needs_of))
+    monkeypatch.setattr(forecast, "choose_units", counted("units", forecast.choose_units))
+    monkeypatch.setattr(forecast.Checkpoint, "file", counted("file", forecast.Checkpoint.file))
+    for middle, traces in ((Wide, 2 * (1 + 2)), (Scaled, 2 * (2 + 3))):
+        with torch.device("meta"):
+            model = Model()
+            model.blocks[1] = middle()
+        options = Configuration(
+            ranks=8, units=[Wide, Scaled], workload=Workload(tokens, loss_of), optimizer="Muon+AdamW"
+        )
+        half = Workload(lambda: torch.ones(BATCH // 2, LENGTH, dtype=torch.long), loss_of)
+        calls.update(dict.fromkeys(calls, 0))
+        splits = {"sizes": (1 << 18, 1 << 14), "precisions": ("bf16", "bf16-remainder")}
+        found = fit(model, 1, options, splits=[(2, half)], **splits)
+        # Of each workload: one or two without recomputation, and one for each set of modules that are recomputed.
+        assert calls["trace"] == traces, calls
+        assert calls["needs"] == 1 and calls["units"] == calls["file"] and calls["units"] < len(found) / 2, calls
+        for candidate in found:
+            alone = zeroshard.plan(model, candidate.forecast.configuration)
+            assert (alone.trace, alone.moments) == (candidate.forecast.trace, candidate.forecast.moments)
+            assert (alone.phases, alone.events) == (candidate.forecast.phases, candidate.forecast.events)
+            assert alone.state == candidate.forecast.state
 
 
 class Attending(nn.Module):

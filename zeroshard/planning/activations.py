@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.named import in_one_line
 from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
+from zeroshard.model.trees import tensors_in
 from zeroshard.model.units import UnitSpec, plain_name
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +71,13 @@ class Workload:
         casts = casts_of(modules_of(model), Rules.of(precision), calls)
         dtypes = {plain_name(name): (spec.weight_dtype, spec.precision.grad) for spec in specs for name in spec.names}
         recomputed = calls if self.recompute else ()
-        of = model, self.inputs, self.loss
-        known = Known() if (scope := _SCOPE.get()) is None else scope
-        key = tuple(map(id, of)), frozenset(casts.items()), frozenset(dtypes.items()), recomputed, device_type
-        if key not in known:
-            known[key] = _trace(self, model, dtypes, casts, recomputed, device_type), of
-        return known[key][0]
+        key = "traces", frozenset(dtypes.items()), recomputed, device_type
+        traced = once(key, (model, self.inputs, self.loss), list[_Traced])
+        for one in traced:
+            if one.is_that_of(casts):
+                return one.trace
+        traced.append(_trace(self, model, dtypes, casts, recomputed, device_type))
+        return traced[-1].trace
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,34 @@ class Trace:
         return max(self.forward, self.backward)
 
 
-Known = dict[Any, tuple[Trace, Any]]
-"""Traces, each with the model and the functions that it is of: while they live, no other object has their id."""
-_SCOPE: ContextVar[Known | None] = ContextVar("traces", default=None)
+class _Traced(NamedTuple):
+    """A trace under these casts. `dtypes`: of the floating-point tensors that each module was called with, before they
+    were cast."""
+
+    casts: Mapping[nn.Module, Cast]
+    dtypes: Mapping[nn.Module, Set[torch.dtype]]
+    trace: Trace
+
+    def is_that_of(self, casts: Mapping[nn.Module, Cast]) -> bool:
+        """Whether it is the trace under those casts, too: where they differ, neither changes a tensor. (Units of other
+        sizes cast the inputs of other modules, most of which have the dtype.)"""
+        for module in casts.keys() | self.casts.keys():
+            one, other = casts.get(module, Cast()), self.casts.get(module, Cast())
+            into = {each.into for each in (one, other)} - {None} if one != other else set()
+            if one.out != other.out or any(not self.dtypes.get(module, set()) <= {dtype} for dtype in into):
+                return False
+        return True
+
+
+Known = dict[Any, tuple[Any, Any]]
+"""What was computed, with the objects that it is of: while they live, no other object has their id."""
+_SCOPE: ContextVar[Known | None] = ContextVar("known", default=None)
 
 
 @contextmanager
 def traced_once(known: Known | None = None) -> Iterator[Known]:
-    """A block in which the model, its inputs and its loss do not change, and what is equal is traced once. (Between two
-    calls of `plan` the user may change them, or switch on checkpointing.) `known`: of an earlier block."""
+    """A block in which the model, its inputs and its loss do not change, and what is equal is traced and planned once.
+    (Between two calls of `plan` the user may change them, or switch on checkpointing.) `known`: of an earlier block."""
     outer = _SCOPE.get()
     found = known if known is not None else Known() if outer is None else outer
     token = _SCOPE.set(found)
@@ -119,6 +142,16 @@ def traced_once(known: Known | None = None) -> Iterator[Known]:
         yield found
     finally:
         _SCOPE.reset(token)
+
+
+def once(key: Hashable, of: Sequence[object], make: Callable[[], T]) -> T:
+    """What `make` returns. In `traced_once` it is called once for each key and these objects."""
+    known = Known() if (scope := _SCOPE.get()) is None else scope
+    full_key = key, tuple(map(id, of))
+    if full_key not in known:
+        known[full_key] = make(), of
+    found: T = known[full_key][0]
+    return found
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -131,11 +164,16 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self._known: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        if func is torch.ops.prim.device.default:  # two of three calls: autograd asks each fake tensor for its device
+            return type(args[0]).__torch_dispatch__(func, types, args, kwargs or {})
+        result = self._results(func, args, kwargs or {})
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.note(leaf)
         return result
+
+    def _results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def note(self, tensor: Tensor, *, counted: bool = True) -> None:
         """Register a tensor's storage. `counted`: False: it is known, but not counted (a parameter)."""
@@ -156,13 +194,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
         self.now -= num_bytes
 
 
-class _GroupsInAnyDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveWithoutValues(Live):  # type: ignore[no-untyped-call]
     """Without values torch computes products of groups in bf16 alone; its kernels take other dtypes, too."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _results(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _product_of_groups(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _product_of_groups(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _product_of_groups(
@@ -179,7 +217,7 @@ class _AttentionOfGPUs(TorchFunctionMode):
     only attention without dropout does so: it is traced instead."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             args, named = args[:_DROPOUT], dict(zip(("dropout_p", "is_causal"), args[_DROPOUT:], strict=False))
             kwargs = {**named, **kwargs, "dropout_p": 0.0}
@@ -207,15 +245,16 @@ def _trace(
     casts: Mapping[nn.Module, Cast],
     recomputed: Iterable[str],
     device_type: str,
-) -> Trace:
+) -> _Traced:
     """`dtypes`: name of a parameter -> dtypes of its weight and gradient."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    live, modules, gradients = Live(), dict[str, int](), list[tuple[str, int]]()
+    live, modules, gradients = _LiveWithoutValues(), dict[str, int](), list[tuple[str, int]]()
     with ExitStack() as stack:
         # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(torch.device("cpu"))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
         fakes = stack.enter_context(_without_values(model, {name: dtype for name, (dtype, _) in dtypes.items()}, mode))
         for remove in attach_casts(casts):
             stack.callback(remove)
@@ -224,8 +263,7 @@ def _trace(
         if device_type != "cpu":
             stack.enter_context(_AttentionOfGPUs())
         stack.enter_context(_without_onednn())
-        stack.enter_context(_measured(model, live, modules))
-        stack.enter_context(_GroupsInAnyDtype())  # type: ignore[no-untyped-call]
+        seen = stack.enter_context(_measured(model, live, modules))
         stack.enter_context(live)
         for buffer in model.buffers():
             live.note(buffer, counted=False)  # an operator that changes it in place returns it
@@ -243,7 +281,8 @@ def _trace(
             loss.backward()  # type: ignore[no-untyped-call]
         rest = live.mark()
         backward = max([rest, *(num_bytes for _, num_bytes in gradients)])
-    return Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest)
+    trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest)
+    return _Traced(casts, seen, trace)
 
 
 @contextmanager
@@ -291,11 +330,14 @@ def _recomputed(module: nn.Module, *, is_root: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[None]:
-    """A scope that records in `found` the bytes that the first forward of each module leaves."""
-    handles, open_calls = [], dict[str, int]()
+def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[dict[nn.Module, set[torch.dtype]]]:
+    """A scope that records in `found` the bytes that the first forward of each module leaves. Yields the dtypes of the
+    inputs of each module."""
+    handles, open_calls, dtypes = [], dict[str, int](), dict[nn.Module, set[torch.dtype]]()
 
-    def begin(path: str, module: nn.Module, args: Any) -> None:
+    def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        found_in = dtypes.setdefault(module, set())
+        found_in.update(one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point())
         if path not in found:
             open_calls.setdefault(path, live.now)
 
@@ -304,10 +346,10 @@ def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[N
             found[path] = live.now - open_calls.pop(path)
 
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(partial(begin, path), prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(begin, path), prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(partial(end, path)))
     try:
-        yield
+        yield dtypes
     finally:
         for handle in handles:
             handle.remove()

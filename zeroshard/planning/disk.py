@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class Checkpoint:
         """The bytes of all files and their indices; with more than FILES_PLANNED ranks, derived from the file of
         `rank`."""
         if self.num_ranks <= FILES_PLANNED:
-            return sum(file.num_bytes + file.index_bytes for file in map(self.file, range(self.num_ranks)))
+            return sum(map(sum, self._sizes))
         num_shards = self.training.topology.num_shards
         of_each_replica = range(rank % num_shards, self.num_ranks, num_shards)
         replicas = [self._besides_values(one) for one in of_each_replica[:2]]
@@ -66,12 +67,14 @@ class Checkpoint:
     def manifest_bytes(self, rank: int) -> int:
         """The bytes of the manifest without hyper-parameters, `extra` and versions; with more than FILES_PLANNED ranks,
         with the sizes of the file of `rank` for all files."""
-        plans = map(self.file, range(self.num_ranks)) if self.num_ranks <= FILES_PLANNED else [self.file(rank)]
-        sizes = [(plan.num_bytes, plan.index_bytes) for plan in plans]
-        if len(sizes) < self.num_ranks:
-            sizes *= self.num_ranks
+        sizes = self._sizes if self.num_ranks <= FILES_PLANNED else [_sizes_of(self.file(rank))] * self.num_ranks
         files = tuple(entry_of(number, *of_file) for number, of_file in enumerate(sizes))
         return len(Manifest(1, new_id(), files, dict(self._tensors()), {}, {}).encode())
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Bytes of each rank's file, and of its index."""
+        return [_sizes_of(self.file(rank)) for rank in range(self.num_ranks)]
 
     def file(self, rank: int) -> FilePlan:
         """The file of a rank of the world."""
@@ -175,12 +178,20 @@ class Checkpoint:
 
     # The rest ------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _random(self) -> dict[str, Any]:
+        return random_state()
+
     def _rest(self, rank: int) -> Iterator[Item]:
         for name, value in self.buffers.items() if rank == 0 else ():
             yield whole(f"model/{name}", value)
-        random = EncodedState(f"rank/{rank}/random", random_state(), "random numbers")
+        random = EncodedState(f"rank/{rank}/random", self._random, "random numbers")
         yield from random.items()
         yield blob(f"rank/{rank}/state", {"random": random.values})
+
+
+def _sizes_of(file: FilePlan) -> tuple[int, int]:
+    return file.num_bytes, file.index_bytes
 
 
 def _is_counted(item: Item) -> bool:

@@ -6,8 +6,8 @@ the files of a checkpoint (tests check it). The model may be on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeVar
 
@@ -24,11 +24,11 @@ from zeroshard.handle import handle_of
 from zeroshard.layout.cuts import SIZES
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
-from zeroshard.model.units import KeepGathered, UnitPolicy, choose_units, plain_name
+from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, choose_units, plain_name
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Topology, Training, fullest_rank, resting
 from zeroshard.planning import whole_model
-from zeroshard.planning.activations import Known, Trace, Workload, traced_once
+from zeroshard.planning.activations import Known, Trace, Workload, once, traced_once
 from zeroshard.planning.disk import Checkpoint
 from zeroshard.planning.hints import MACHINE, WORTH_IT, Gathers, Hint, shards_to_use
 from zeroshard.planning.moments import Moment, moments
@@ -325,6 +325,65 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         if not isinstance(value, kind):
             call = "plan(model, Configuration(plan='zero3', ranks=8))"
             raise InvalidType(f"plan: expected a {kind.__name__}, as in {call}, found {value!r:.80}")
+    with traced_once() as known:
+        of = _planned(model, found)
+        training, needs, workload = of.training, of.needs, found.workload
+        trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
+    phases = of.phases_of(found)
+    return Forecast(
+        configuration=found,
+        num_parameters=of.num_parameters,
+        num_units=len(of.specs),
+        buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        phases=phases,
+        state=of.state,
+        padding=sum(_padding(unit, training.rank) for unit in training.units),
+        padding_of_all=sum(map(_padding_of_all, training.units)),
+        events=step_events(training, _schedule(training, needs, found)),
+        training=training,
+        file=of.file,
+        again=partial(_again, model, known),
+        checkpoint=of.checkpoint,
+        trace=trace,
+        moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
+        looked_up=of.looked_up,
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What neither a workload nor the micro-batches of a step change. `phases`: whether micro-batches accumulate
+    locally -> the phases."""
+
+    specs: Sequence[UnitSpec]
+    needs: Needs
+    training: Training
+    checkpoint: Checkpoint
+    file: FilePlan
+    num_parameters: int
+    num_bytes_in_full: int
+    state: Mapping[str, int]
+    looked_up: frozenset[str]
+    phases: dict[bool, dict[str, Phase]] = field(default_factory=dict)
+
+    def phases_of(self, configuration: Configuration) -> dict[str, Phase]:
+        key = configuration.accumulates_locally
+        if key not in self.phases:
+            copies = Copies(self.num_bytes_in_full, sum(item.num_bytes for item in self.file.items))
+            self.phases[key] = _phases(self.training, self.needs, configuration, copies)
+        return self.phases[key]
+
+
+def _planned(model: nn.Module, configuration: Configuration) -> _Planned:
+    """In `traced_once` it is computed once for all workloads and micro-batches."""
+    names = {"workload", "micro_batches", "reduce_every_micro_batch", "loss_scales"}
+    values = [getattr(configuration, one.name) for one in fields(configuration) if one.name not in names]
+    key = tuple(value if isinstance(value, (str, int)) else None for value in values)
+    objects = [value for value in values if not isinstance(value, (str, int))]
+    return once(("planned", *key), (model, *objects), lambda: _plan_engine(model, configuration))
+
+
+def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
     parameters = Managed.without(model, found.ignored).parameters(model)
     if any(handle_of(parameter) is not None for parameter in parameters.values()):
         raise InvalidValue(
@@ -332,34 +391,26 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         )
     chosen = choose_units(model, found.units, found.precision, parameters, found.keep_gathered)
     specs = found.topology.units(chosen)
-    needs = needs_of(found.optimizer, {name: p for name, p in parameters.items() if p.requires_grad}, found.group_of)
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    needs = once(
+        ("needs", *trainable),
+        (model, found.optimizer, found.group_of),
+        lambda: needs_of(found.optimizer, trainable, found.group_of),
+    )
     training = Training.of(specs, found.placements, found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}
     state = model.state_dict(keep_vars=True).items()
     buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}
     checkpoint = Checkpoint(training, needs, buffers)
-    file = checkpoint.file(found.rank)
-    full = sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values())
-    phases = _phases(training, needs, found, Copies(full, sum(item.num_bytes for item in file.items)))
-    with traced_once() as known:
-        workload = found.workload
-        trace = None if workload is None else workload.trace(model, specs, found.precision, found.device)
-    return Forecast(
-        configuration=found,
-        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
-        num_units=len(specs),
-        buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        phases=phases,
-        state=_state_by_entry(training, needs),
-        padding=sum(_padding(unit, training.rank) for unit in training.units),
-        padding_of_all=sum(map(_padding_of_all, training.units)),
-        events=step_events(training, _schedule(training, needs, found)),
+    return _Planned(
+        specs=specs,
+        needs=needs,
         training=training,
-        file=file,
-        again=partial(_again, model, known),
         checkpoint=checkpoint,
-        trace=trace,
-        moments=() if trace is None else tuple(_moments(training, trace, phases, found)),
+        file=checkpoint.file(found.rank),
+        num_parameters=sum(parameter.numel() for parameter in parameters.values()),
+        num_bytes_in_full=sum(map(_bytes_in_full, training.units)) + sum(value.nbytes for value in buffers.values()),
+        state=_state_by_entry(training, needs),
         looked_up=_looked_up(model, parameters),
     )
 
