@@ -22,7 +22,7 @@ from zeroshard.layout.cuts import Pattern, Sizes, count, most_in_a_batch, sizes_
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot, numel_multiple
 from zeroshard.layout.owners import balance, cost
-from zeroshard.layout.pool_plan import PoolPlan, beyond_turns, kept
+from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.small_units import with_small_ones_merged
@@ -272,13 +272,15 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Training:
-    """What is planned: the units of a model under a plan, from the view of one rank."""
+    """What is planned: the units of a model under a plan, from the view of one rank. `gradients`: names of parameters
+    in the order in which backward comes to them; none: as if units ran in the order of registration."""
 
     units: tuple[PlannedUnit, ...]
     plan: Plan
     topology: Topology
     optimizer: OptimizerNeeds = ADAM
     rank: int = 0
+    gradients: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -316,10 +318,13 @@ class Training:
         buffers = [PlannedBuffer("ring", size) for size in (self._ring().sizes if has_peers else ())]
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
         turns = Counter(request.queue for request in requests)
+        at_once = {one.key for one in self._at_once(requests, buckets)}
+        last = {request.queue: request.key for request in requests}  # requests are in the order of reduction
         for queue, (number, num_bytes) in buckets.shared.items():
             # `Reductions.start` gives back the buckets that the last two units do not need; under `no_sync` most units
             # have buckets of their own.
-            idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else number - 1
+            unneeded = number - (last[queue] not in at_once)
+            idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else unneeded
             buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
         way = self.topology.transport, self.topology.num_shards, self.topology.num_replicas
         in_place = not borrowing
@@ -327,10 +332,49 @@ class Training:
         of_shards, of_replicas = map(max, zip(*scratch, strict=True))
         buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else min(IN_FLIGHT, len(scratch)))
         buffers += [PlannedBuffer("scratch", of_replicas)]
+        numbers = {queue: number for queue, (number, _) in buckets.shared.items()}
+        more = [one for one in requests if one.key in at_once]
         if no_sync:
-            more = beyond_turns(requests, {queue: number for queue, (number, _) in buckets.shared.items()})
-            buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
+            more = beyond_turns(self._as_opened(requests), numbers)
+        buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
         return buffers
+
+    def at_once(self) -> set[Hashable]:
+        """The units that get a bucket of their own when backward comes to them, though they are to take turns."""
+        takes = self._reduced() if self.plan.grads is SHARDED and self.topology.num_shards > 1 else []
+        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in takes]
+        reads_peers = self.topology.transport.reads_peers
+        return {one.key for one in self._at_once(requests, PoolPlan.for_gradients(requests, reads_peers=reads_peers))}
+
+    def _as_opened(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests, with the places at which backward comes to their units."""
+        unit_of = {slot.name: unit.spec.name for unit in self.units for slot in unit.layout.slots}
+        first = {unit_of[name]: number for number, name in reversed(tuple(enumerate(self.gradients)))}
+        return [replace(one, places=(0, -first[one.key])) if one.key in first else one for one in requests]
+
+    def _at_once(self, requests: Sequence[Request], buckets: PoolPlan) -> list[Request]:
+        """Of the requests that take turns, those that find all buckets of their queue in use: of units that wait for
+        gradients, or for the reduction of a unit that does."""
+        if not self.gradients:
+            return []
+        request_of = {request.key: request for request in requests if request.key not in buckets.own}
+        unit_of = {slot.name: unit for unit in self._reduced() for slot in unit.layout.slots}
+        missing = Counter(unit.spec.name for unit in unit_of.values())
+        waiting = [unit.spec.name for unit in self._reduced()]
+        more, in_use = dict[Hashable, Request](), list[Request]()
+        opened = set[str]()
+        for name in (name for name in self.gradients if name in unit_of):
+            key = unit_of[name].spec.name
+            if key not in opened and key in request_of:
+                one = request_of[key]
+                is_free = sum(other.queue == one.queue for other in in_use) < buckets.shared[one.queue][0]
+                (in_use.append(one) if is_free else more.update({key: one}))
+            opened.add(key)
+            missing[key] -= 1
+            while waiting and not missing[waiting[0]]:
+                gone = waiting.pop(0)
+                in_use = [other for other in in_use if other.key != gone]
+        return list(more.values())
 
     def _reduced(self) -> list[PlannedUnit]:
         """The units that are reduced, in this order."""

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -337,6 +338,82 @@ def test_units_of_two_precisions_in_one_block_are_planned() -> None:
             )
             with travelling(way):
                 expect_measured(Planned(Tied, units), configuration)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.by_gloo
+def test_no_unit_is_gathered_behind_one_that_is_called_first_and_last() -> None:
+    """The call of the head prefetched the first block, which follows the embedding, in place of the last block: both
+    were gathered once more in each backward."""
+
+    def check(rank: int) -> None:
+        for way, micro_batches in (("native", 1), ("pairwise", 2)):
+            configuration = Configuration(
+                ranks=2, micro_batches=micro_batches, device="cpu", transport=cast(TransportName, way), rank=rank
+            )
+            with travelling(way):
+                expect_measured(Planned(Tied, [("embed", "head"), Block]), configuration)
+
+    run_ranks(check, 2)
+
+
+class Late(nn.Module):
+    """A norm that is registered behind what follows it, as in most models of `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(40, 42, bias=False), nn.Linear(42, 40), nn.LayerNorm(40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + y
+
+
+@pytest.mark.by_gloo
+def test_with_a_batch_units_run_in_the_order_of_the_model() -> None:
+    """Units by size have a part of one block and a part of the next: more of them accumulate at once than in the order
+    of registration. A plan with a batch promised the buckets of that order, too."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Late() for _ in range(5)))
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def check(rank: int) -> None:
+        workload = Workload(lambda: torch.ones(2, 40), loss_of)
+        for plan, way, micro_batches in (
+            ("zero2", "shared", 1),
+            ("zero2", "native", 1),
+            ("zero3", "pairwise", 1),
+            ("zero2", "native", 2),
+        ):
+            options = Configuration(
+                plan=plan,
+                ranks=2,
+                units=7100,
+                group_of=is_matrix,
+                micro_batches=micro_batches,
+                device="cpu",
+                transport=cast(TransportName, way),
+                rank=rank,
+            )
+            planned = zeroshard.plan(build(), replace(options, workload=workload))
+            with travelling(way):
+                model = build()
+                handle, optimizer = shard(model, options)
+                for _ in range(2):
+                    for number in range(micro_batches):
+                        with handle.no_sync() if number < micro_batches - 1 else nullcontext():
+                            optimizer.backward(loss_of(model, torch.full((2, 40), 1.0 + rank)))
+                    optimizer.step()
+                    handle.engine.gatherer.settle()
+                assert handle.memory() == vars(planned.at_rest), (plan, way)
+                assert handle.memory(peak=True) == vars(planned.phases["backward"].held), (plan, way)
+            assert planned.whole_peak > planned.peak
+            in_order = zeroshard.plan(build(), options)
+            assert in_order.peak < planned.peak or micro_batches > 1, "this model has such units"
 
     run_ranks(check, 2)
 

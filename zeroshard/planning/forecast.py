@@ -329,7 +329,9 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         of = _planned(model, found)
         training, needs, workload = of.training, of.needs, found.workload
         trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
-    phases = of.phases_of(found)
+    if trace is not None:
+        training = replace(training, gradients=tuple(name for name, _ in trace.gradients))
+    phases = of.phases_of(found, training)
     return Forecast(
         configuration=found,
         num_parameters=of.num_parameters,
@@ -353,7 +355,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
 @dataclass(frozen=True)
 class _Planned:
     """What neither a workload nor the micro-batches of a step change. `phases`: whether micro-batches accumulate
-    locally -> the phases."""
+    locally, and the order of gradients -> the phases."""
 
     specs: Sequence[UnitSpec]
     needs: Needs
@@ -364,13 +366,13 @@ class _Planned:
     num_bytes_in_full: int
     state: Mapping[str, int]
     looked_up: frozenset[str]
-    phases: dict[bool, dict[str, Phase]] = field(default_factory=dict)
+    phases: dict[tuple[bool, tuple[str, ...]], dict[str, Phase]] = field(default_factory=dict)
 
-    def phases_of(self, configuration: Configuration) -> dict[str, Phase]:
-        key = configuration.accumulates_locally
+    def phases_of(self, configuration: Configuration, training: Training) -> dict[str, Phase]:
+        key = configuration.accumulates_locally, training.gradients
         if key not in self.phases:
             copies = Copies(self.num_bytes_in_full, sum(item.num_bytes for item in self.file.items))
-            self.phases[key] = _phases(self.training, self.needs, configuration, copies)
+            self.phases[key] = _phases(training, self.needs, configuration, copies)
         return self.phases[key]
 
 

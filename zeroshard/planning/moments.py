@@ -69,6 +69,7 @@ class _Backward:
         reads_peers = training.topology.transport.reads_peers
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in training.units if unit.is_reduced]
         self._buckets = PoolPlan.for_gradients(requests if self._borrows else [], reads_peers=reads_peers)
+        self._at_once = training.at_once()
         self._opened = Counter[Hashable]()
         self._own = 0
 
@@ -95,7 +96,7 @@ class _Backward:
 
     def _open(self, unit: PlannedUnit) -> None:
         request = unit.spec.bucket_request(unit.layout.numel)
-        if request.key in self._buckets.own:
+        if request.key in self._buckets.own or request.key in self._at_once:
             self._own += request.num_bytes
         else:
             self._opened[request.queue] += 1

@@ -58,8 +58,8 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
         self.collectives = collectives
-        self._follower: dict[tuple[During, Unit | None], Unit] = {}
-        self._last: tuple[During, Unit | None] = ("forward", None)
+        self._followers: dict[tuple[During, Unit | None, Unit | None] | tuple[During, Unit | None], Unit | None] = {}
+        self._last: tuple[During, Unit | None, Unit | None] = ("forward", None, None)  # the last two units of a pass
         self._protected: tuple[Unit, ...] = ()
         self._called: set[Unit] = set()  # units whose modules ran since their last update
         self._uncalled: set[Unit] = set()  # units updated twice without a call in between: other modules use them
@@ -311,19 +311,26 @@ class Gatherer:
         weights.show()
         if unit.spec.is_part:
             return
-        before, previous = self._last
-        if before != during:  # nothing followed in that pass this time
-            self._follower.pop(self._last, None)
-        self._follower[during, previous if before == during else None] = unit
-        self._last = (during, unit)
+        self._follow(unit, during)
         # [Note: prefetch order]
         # Prefetch the unit that followed this one last time, not the next one in the model: a forward may skip units,
-        # or run them in another order. The choice must depend on nothing that differs between ranks (time, what has
-        # arrived), or they would issue gathers in different orders. If the order has changed this time, a gather starts
-        # late, or the prefetched unit loses its buffer again; the values are right in any case.
-        follower = self._follower.get((during, unit))
+        # or run them in another order. A unit that is called several times (embedding and head together) has several
+        # followers: if it has come behind the unit before it already, what followed then counts. The choice must
+        # depend on nothing that differs between ranks (time, what has arrived), or they would issue gathers in
+        # different orders. If the order has changed this time, a gather starts late, or the prefetched unit loses its
+        # buffer again; the values are right in any case.
+        follower = self._followers.get(self._last, self._followers.get((during, unit)))
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
+
+    def _follow(self, unit: Unit, during: During) -> None:
+        """Note that the unit follows the last one."""
+        before, _, previous = self._last
+        if before != during:  # nothing followed in that pass this time
+            self._followers[self._last] = self._followers[before, previous] = None
+            self._last, previous = (during, None, None), None
+        self._followers[self._last] = self._followers[during, previous] = unit
+        self._last = (during, previous, unit)
 
     def _start_parts(self, before: Unit | None, during: During) -> None:
         """Start to gather the root parts behind `before`."""
