@@ -503,6 +503,17 @@ def test_it_says_at_rest_and_at_most_what_plan_memory_says() -> None:
         assert vars(planned.phases["backward"].held) == plan_memory(on_meta(), plan, 8, precision="bf16", peak=True)
 
 
+def test_ignored_parameters_are_named_beside_the_plan() -> None:
+    """They were in no number: with half of the model ignored, the plan said half of what a process holds."""
+    model = on_meta(width=64, blocks=4)
+    model[3].bias.requires_grad_(False)
+    whole = zeroshard.plan(model, Configuration(plan="ddp", ranks=2, optimizer="SGD"))
+    planned = zeroshard.plan(model, Configuration(plan="ddp", ranks=2, optimizer="SGD", ignored=["2", "3"]))
+    of_one, bias = (64 * 64 + 64) * 4, 64 * 4
+    assert (whole.ignored, planned.ignored) == (0, 2 * of_one + 2 * of_one - bias)
+    assert planned.num_parameters == 2 * (64 * 64 + 64)
+
+
 def test_many_ranks_and_large_models_take_no_time() -> None:
     """Forty billion parameters, most of them stepped by owners; the time does not grow with the number of ranks."""
     model, start = on_meta(width=20_000, blocks=100), time.process_time()

@@ -160,6 +160,8 @@ class Forecast:
         num_parameters: elements of all parameters.
         num_units: number of units.
         buffers: bytes of the model's buffers (statistics, masks), which each rank holds beside all that is planned.
+        ignored: bytes of the ignored parameters, and of their gradients where they train, which each rank holds beside
+            all that is planned. (The state of the user's own optimizer of them comes in addition.)
         phases: by name: "init" (model sharded, optimizer built), "load" (into a model that has not been trained),
             "forward", "backward", "step", "between steps" (from the second step on), "full_state_dict", "state_dict",
             "close", each of these three "elsewhere" (with `device=` another device, or `rank0_only` on other ranks),
@@ -181,6 +183,7 @@ class Forecast:
     num_parameters: int
     num_units: int
     buffers: int
+    ignored: int
     phases: Mapping[str, Phase]
     state: Mapping[str, int]
     padding: int
@@ -337,6 +340,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         num_parameters=of.num_parameters,
         num_units=len(of.specs),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        ignored=sum(one.nbytes * (1 + one.requires_grad) for one in _left_alone(model, found)),
         phases=phases,
         state=of.state,
         padding=sum(_padding(unit, training.rank) for unit in training.units),
@@ -420,6 +424,10 @@ def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
 def _again(model: nn.Module, known: Known, configuration: Configuration) -> Forecast:
     with traced_once(known):
         return plan(model, configuration)
+
+
+def _left_alone(model: nn.Module, configuration: Configuration) -> Iterator[nn.Parameter]:
+    yield from Managed.without(model, configuration.ignored).left_alone(model).values()
 
 
 def _looked_up(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
