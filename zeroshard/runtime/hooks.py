@@ -247,7 +247,11 @@ def _hook_parameter(
     """Both hooks hold weak references: else a parameter would keep the model alive after `del`."""
     if frozen := not parameter.requires_grad:  # torch then refuses hooks, and it may train later
         parameter.requires_grad_(True)
+    hooks = parameter._post_accumulate_grad_hooks
+    earlier = list(hooks or ())
     yield parameter.register_post_accumulate_grad_hook(_on_gradient(schedule, unit, index)).remove  # type: ignore[no-untyped-call]
+    for number in earlier:  # of the user, from before shard(): they run after this one, as later ones do
+        hooks[number] = hooks.pop(number)
     yield parameter.register_hook(_before_gradient(schedule, unit, parameter)).remove  # type: ignore[no-untyped-call]
     if frozen:
         parameter.requires_grad_(False)

@@ -227,7 +227,9 @@ class Reducer:
         # not seen this gradient yet, and may still change it. It stays in `p.grad` until the unit is reduced: at the
         # next gradient of any unit at the earliest, or at the end of backward.
         seen_by_others = len(parameter._post_accumulate_grad_hooks or ()) > 1
-        if not seen_by_others:
+        if seen_by_others:
+            unit.weights.versions.look(index)
+        else:
             self._take(unit, index, grads)
         grads.ready.add(index)
         self._reductions.finish_early()
@@ -239,14 +241,13 @@ class Reducer:
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""
         parameter = unit.parameters[index]
-        grad = parameter.grad
-        if grad is None:
+        if (grad := parameter.grad) is None:
             return
         # Set `p.grad` to None at once: autograd would add the next gradient to it, and the bucket would count this one
         # twice.
         parameter.grad = None
         if grad.requires_grad:  # create_graph
-            grad = grad.detach()
+            grad, self.visible.had_graphs = grad.detach(), True
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to(grads.buffer.dtype).to_dense()  # in the wide dtype, as it adds up the rows of equal indices
         if grads.buffer.placement is not PARTIAL:
@@ -311,6 +312,7 @@ class Reducer:
         self._finish()
         for unit, grads in self.grads.items():
             grads.consume(set(grads.waiting))
+            unit.weights.versions.forget_looks()
             for parameter in unit.parameters:
                 parameter.grad = None
         self.visible.changed()
@@ -356,6 +358,7 @@ class Reducer:
         """Move gradients that the user's hooks have left in `p.grad`, or that the user has put there before this
         backward, into the bucket. (Gradients of slots that are not summed stay in `p.grad`.)"""
         grads = self.grads[unit]
+        unit.weights.expect_unwritten_by_hooks()
         for index in sorted(grads.summed):
             if unit.parameters[index].grad is not None:
                 self._take(unit, index, grads)

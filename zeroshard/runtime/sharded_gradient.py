@@ -123,6 +123,8 @@ class ShardedGradient(Tensor):
     def _norm(self, norm_type: float) -> Tensor:
         """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
         self._expect_final("norm")
+        if torch.is_grad_enabled() and _living(self._visible_ref).had_graphs:
+            self._explain("norm")
         norm: Tensor = _living(self._visible_ref).norm(_living(self._unit_ref), self._index, norm_type)
         return norm
 
@@ -132,6 +134,14 @@ class ShardedGradient(Tensor):
             raise InvalidState(
                 f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
                 "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
+            )
+        if _living(self._visible_ref).had_graphs:
+            raise InvalidState(
+                f"{what} on the gradient of {name}: a backward had create_graph=True, and in p.grad there is no graph, "
+                "so a loss that is computed from it would have no gradient. torch.autograd.grad(loss, parameters, "
+                "create_graph=True) returns gradients with graphs, those of this rank (under zero3 inside `with "
+                f"handle.unsharded():`). Values without a graph: handle.gradient({name!r}) on every rank; norms "
+                "under torch.no_grad()"
             )
         raise InvalidState(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"

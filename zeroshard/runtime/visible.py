@@ -7,7 +7,8 @@
 | all others                      | a `ShardedGradient`                                                                |
 
 If losses were scaled or weighted, REDUCED gradients are not yet the values that the step uses: `p.grad` is then a
-`ShardedGradient`, too, and operations on it raise an error that says so.
+`ShardedGradient`, too, and operations on it raise an error that says so. The same after a backward with `create_graph`:
+plain torch has a graph in `p.grad`, and a loss that is computed from it would lose that term in silence.
 
 | found later        | means                                                                           |
 |--------------------|---------------------------------------------------------------------------------|
@@ -51,6 +52,7 @@ class VisibleGradients:
         clips: clips that wait for the step, as functions that apply them.
         edits: operations on gradients that no rank holds in full, since the ranks last compared them: (parameter,
             operation).
+        had_graphs: whether backward has given gradients with graphs, which buckets do not keep.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, ledger: LossLedger) -> None:
@@ -62,6 +64,7 @@ class VisibleGradients:
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.edits: list[tuple[str, str]] = []
+        self.had_graphs = False
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
 
@@ -125,7 +128,7 @@ class VisibleGradients:
         In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
         orders, and clip by factors that differ in the last bits."""
         is_local, dtype = grads.is_local, grads.buffer.dtype
-        in_full = is_local or (grads.buffer.placement is REPLICATED and self.final)
+        in_full = (is_local or (grads.buffer.placement is REPLICATED and self.final)) and not self.had_graphs
         views, sharded = grads.buffer.views() if in_full else [], self._sharded[unit]
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
@@ -142,6 +145,7 @@ class VisibleGradients:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
         self._discard_all_gone()
         self.apply_clips()
+        self.had_graphs &= any(grads.state is not GradState.EMPTY for grads in self._grads.values())
         for unit in self._grads:
             with as_tensors():
                 for index in self._shown[unit]:

@@ -9,6 +9,11 @@ is another one: autograd compares the version of each saved tensor before it rea
 load, has overwritten since: their gradients would mix old activations with new weights. Here new values are written to
 the buffer, which autograd does not notice ([Note: storage that autograd holds] in `weights.py`). So `renew` counts the
 versions on.
+
+[Note: writes of gradient hooks] A hook of the user may step a plain optimizer when it has a gradient. That gradient is
+this rank's alone, so the weights of the ranks would differ, in silence. So a parameter that has such a hook is looked
+at before the hook runs, and again before its unit is reduced. A write through `p.data` leaves the version as it is:
+when a hook runs for the first time, the values are compared as well.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from itertools import compress
 from operator import add, sub
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from zeroshard.model.absent import as_tensors
@@ -31,6 +36,8 @@ class Versions:
         self._parameters = tuple(parameters)
         self._here: tuple[int, ...] | None = None  # while guarded: the versions before
         self._renewals = [0] * len(self._parameters)
+        self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
+        self._num_hooks: dict[int, int] = {}  # slot -> how many hooks it had when its values were compared
 
     def guard(self) -> None:
         """The values are gone: let autograd raise if it reads them ([Note: versions of weights that are gone])."""
@@ -59,3 +66,31 @@ class Versions:
         with as_tensors():
             versions = self._here or [parameter._version for parameter in self._parameters]
         return [*map(sub, versions, self._renewals)]
+
+    def look(self, slot: int) -> None:
+        """Hooks of the user are about to run for the gradient of this slot ([Note: writes of gradient hooks])."""
+        if slot not in self._before_hooks:
+            parameter = self._parameters[slot]
+            num_hooks = len(parameter._post_accumulate_grad_hooks or ())
+            is_known, self._num_hooks[slot] = self._num_hooks.get(slot) == num_hooks, num_hooks
+            self._before_hooks[slot] = self.writes()[slot], None if is_known else parameter.detach().clone()
+
+    def written_by_hooks(self, values: Sequence[Tensor]) -> list[int]:
+        """The slots that have been written to since `look`. `values`: of all slots, now."""
+        if not self._before_hooks:
+            return []
+        found, writes = [], self.writes()
+        for slot, (number, before) in self._before_hooks.items():
+            if number != writes[slot] or (before is not None and not _are_same(before, values[slot])):
+                found.append(slot)
+        self.forget_looks()
+        return found
+
+    def forget_looks(self) -> None:
+        """Forget what `look` has seen."""
+        self._before_hooks.clear()
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, so that NaN is the same as NaN."""
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -189,8 +189,23 @@ class Weights:
             RuntimeError: a parameter has been written to.
         """
         if self.shown:
+            self.expect_unwritten_by_hooks()
             self._expect_unwritten(after_forward=after_forward)
             self.hide()
+
+    def expect_unwritten_by_hooks(self) -> None:
+        """Check what the user's hooks on gradients have done since `Versions.look`.
+
+        Raises:
+            RuntimeError: one of them has written to its parameter.
+        """
+        if written := self.versions.written_by_hooks(self.buffer.views() if self.shown else self._parameters):
+            raise InvalidState(
+                f"backward: {self.buffer.layout.slots[written[0]].name} has been written to in a hook of a gradient, "
+                "which is this rank's alone there: the weights of the ranks would differ, and those of this rank have "
+                "changed. An optimizer that is stepped in such hooks cannot be used: step a zeroshard.ShardedOptimizer "
+                "after backward (under zero2 and zero3 it needs no gradients in full, either)"
+            )
 
     def _expect_unwritten(self, *, after_forward: bool) -> None:
         """Check that a borrowed buffer has not been written to: what is written there is lost when the buffer is given
