@@ -270,6 +270,24 @@ def test_what_else_its_methods_do() -> None:
     run_ranks(check, 2)
 
 
+def test_local_sgd_is_refused() -> None:
+    """It ended with `'Net' object has no attribute 'no_sync'`."""
+
+    def check(rank: int) -> None:
+        from accelerate.local_sgd import LocalSGD
+
+        as_launched(rank, 2)
+        run = Run("zero2")
+        told = r"accelerator\.no_sync\(model\).*LocalSGD is not supported"
+        with pytest.raises(RuntimeError, match=told), LocalSGD(run.accelerator, run.model, 2):
+            raise AssertionError("not entered")
+        run.accelerator.prepare(run.model)  # once more
+        run.accelerator.handle_of(run.model).close()
+        assert not hasattr(run.model, "no_sync")
+
+    run_ranks(check, 2)
+
+
 def test_after_close_a_model_needs_a_new_optimizer() -> None:
     """It was told at the first step, as if `shard` had not been called."""
     pytest.importorskip("accelerate")

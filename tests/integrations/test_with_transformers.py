@@ -327,6 +327,29 @@ def test_adapters_and_generating(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+def test_a_second_trainer_has_the_same_model(tmp_path: Path) -> None:
+    """It once moved the sharded model to its device, which raised. A new adapter is named, not the units."""
+    pytest.importorskip("accelerate")
+    peft = pytest.importorskip("peft")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        for plan in ("zero2", "zero3"):
+            first = trainer(tmp_path / plan, plan, adapted, save_strategy="no")
+            first.train()
+            second = trainer(tmp_path / plan, plan, lambda model=first.model: model, save_strategy="no")
+            second.train()
+            assert len(logged(second)) == STEPS and logged(second) != logged(first)
+            with second.handle.unsharded():  # an adapter is made in the dtype of the weights
+                second.model.add_adapter("b", peft.LoraConfig(r=4, target_modules=["k_proj"]))
+            with pytest.raises(
+                RuntimeError, match=r"k_proj\.lora_A\.b\.weight has come into the model after shard\(\)"
+            ):
+                trainer(tmp_path / plan, plan, lambda model=first.model: model, save_strategy="no").train()
+
+    run_ranks(check, 2)
+
+
 def generate(rank: int, folder: Path) -> None:
     """Generation in an evaluation under ZERO3 gives the tokens of the plain model, although ranks stop at different
     lengths."""

@@ -38,6 +38,21 @@ class Decaying(torch.optim.SGD):
         return super().step(closure)
 
 
+class Numbered(torch.optim.Optimizer):
+    """As StableAdamW of optimi: it keeps `betas` as two numbers."""
+
+    def __init__(self, params: Any, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"beta1": betas[0], "beta2": betas[1]})
+
+
+class OfModel(torch.optim.Optimizer):
+    """As LOMO."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.parameters(), {})
+        self.model = None
+
+
 class Silent(torch.optim.SGD):
     """Stores none of its arguments under their names."""
 
@@ -182,6 +197,14 @@ def test_controls() -> None:
     with pytest.raises(ValueError, match=r"the default lr is 0\.3\d*, and 0\.9\d* in a Silent that is made anew"):
         arguments_of(silent, {"must": 1.0, "rule": 3.0})
     assert arguments_of(silent, {"lr": 0.1, "must": 1.0, "rule": 3.0}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}
+    silent.must, silent.rule, silent.lr = 1.0, 3.0, 0.1
+    del silent.defaults["lr"]  # an attribute tells as well, where no argument can be passed: in a Trainer
+    assert arguments_of(silent, {}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}
+    assert arguments_of(Numbered(model.parameters(), betas=(0.8, 0.7)), {}) == {"betas": (0.8, 0.7)}
+    with pytest.raises(
+        ValueError, match=r"OfModel cannot be made anew \('list' object has no attribute 'parameters'\)"
+    ):
+        arguments_of(OfModel(model), {})
 
 
 def test_what_cannot_be_taken_over_is_told() -> None:

@@ -110,7 +110,10 @@ class Accelerator(accelerate.Accelerator):
         if handle_of_model(model) is not None or any(parameter.is_meta for parameter in model.parameters()):
             device_placement = False  # a sharded model must not be moved; shard() moves one on the meta device
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        self.sharding.shard(self.unwrap_model(prepared, keep_torch_compile=False))
+        sharded = self.unwrap_model(prepared, keep_torch_compile=False)
+        handle = self.sharding.shard(sharded)
+        if not hasattr(sharded, "no_sync"):
+            handle.engine.hooks.replace(sharded, "no_sync", _refuse_no_sync)
         return prepared
 
     def prepare_optimizer(
@@ -292,6 +295,15 @@ class _Optimizer(AcceleratedOptimizer):
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._is_overflow = not result.applied
         return result
+
+
+def _refuse_no_sync() -> NoReturn:
+    """The method that DistributedDataParallel has, and that LocalSGD calls."""
+    raise InvalidState(
+        "model.no_sync(): this model is not wrapped in DistributedDataParallel: write `with accelerator.no_sync(model)`, "
+        "or accumulate(model). accelerate.LocalSGD is not supported, as the weights of its ranks differ: leave it out "
+        "(enabled=False)"
+    )
 
 
 def _is_set(name: str) -> bool:

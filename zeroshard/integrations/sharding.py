@@ -94,9 +94,11 @@ class Sharding:
 
         Raises:
             ValueError: it is sharded already, and not so.
+            RuntimeError: it is sharded already, and has got parameters since.
         """
         handle = handle_of_model(model)
         if handle is not None:
+            handle.engine.expect_known_parameters()  # new modules may be the reason why the units are others
             if others := [f"{name}={getattr(self, name)!r}" for name in self._other_than(handle)]:
                 raise InvalidValue(
                     f"this {type(model).__name__} is sharded already, and not as asked for ({', '.join(others)}) but "

@@ -131,6 +131,10 @@ class ShardedTrainerMixin:
             callback.sync_target_model = partial(_in_full, callback.sync_target_model)
         super().add_callback(callback)  # type: ignore[misc]
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if handle_of_model(model) is None:  # else it is there, by `shard` or an earlier Trainer, and must not be moved
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -303,7 +303,7 @@ class Engine(NotCopied):
         self.collectives.num_reads += not in_use  # in a scope, one rank may call the model alone
         with outside_transforms():
             if torch.is_grad_enabled():
-                self._expect_known_parameters()
+                self.expect_known_parameters()
                 # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only
                 # this rank may be recomputing: there it would hang.
                 if not in_use and not in_backward():
@@ -324,7 +324,7 @@ class Engine(NotCopied):
             self.unfreeze()
         return self.gatherer
 
-    def _expect_known_parameters(self) -> None:
+    def expect_known_parameters(self) -> None:
         for name in self.plain.newcomers(self.units):
             raise InvalidState(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "

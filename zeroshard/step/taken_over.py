@@ -49,14 +49,23 @@ def arguments_of(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> 
             found[name] = optimizer.defaults[name]
         elif not name.startswith("_") and name in vars(optimizer):
             found[name] = vars(optimizer)[name]
+        elif parts := _parts(name, optimizer.defaults):
+            found[name] = parts
         elif parameter.default is parameter.empty:
             raise InvalidValue(
                 f"from_optimizer: {of_class.__name__} does not tell with which {name} it was made: "
-                f"from_optimizer(handle, optimizer, {name}=...)"
+                f"from_optimizer(handle, optimizer, {name}=...), or optimizer.{name} = ... before it is taken over "
+                "(in a Trainer, Accelerate or Lightning)"
             )
     found |= given
     _expect_alike(optimizer, found)
     return found
+
+
+def _parts(name: str, defaults: Mapping[str, Any]) -> tuple[Any, ...]:
+    """`betas`, where an optimizer has kept it as beta1 and beta2."""
+    numbered = [f"{name.removesuffix('s')}{number}" for number in range(1, 5)] if name.endswith("s") else []
+    return tuple(defaults[one] for one in numbered if one in defaults)
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> list[Options]:
@@ -154,7 +163,7 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     name = type(optimizer).__name__
     try:
         new = type(optimizer)([torch.zeros(2, 2, device="cpu")], **arguments)
-    except TypeError as error:
+    except Exception as error:  # of a class that takes the model in place of parameters, for example
         raise InvalidValue(
             f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
         ) from error
@@ -167,7 +176,8 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
                 raise InvalidValue(
                     f"from_optimizer: {what} {key} is {_short(mine[key])}, and {_short(theirs[key])} in a {name} that "
                     "is made anew, as the one that steps: name the argument that it comes from, "
-                    "from_optimizer(handle, optimizer, ...=...)"
+                    "from_optimizer(handle, optimizer, ARGUMENT=...), or set optimizer.ARGUMENT = ... before it is "
+                    "taken over (in a Trainer, Accelerate or Lightning)"
                 )
 
 
