@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroshard
-from tests.kit import Job, Net, make
+from tests.kit import LAST_BITS, PLANS, Job, Net, largest_difference, loss_of_tokens, make
 from tests.parity.common import as_one_process
 from tests.together import on_ranks
 from zeroshard.step.granularity import Granularity, granularity_of
@@ -180,3 +180,57 @@ def test_a_class_that_communicates_is_refused_on_every_rank(rank: int) -> None:
     handle = zeroshard.shard(make(Net), "zero1")
     with pytest.raises(ValueError, match=r"Talks cannot be sharded: .*its step\(\) communicates with other ranks"):
         zeroshard.ShardedOptimizer(handle, Talks, lr=0.1)
+
+
+class ByGroup(torch.optim.Optimizer):
+    """As GaLore, whose projection is an option of a param group: the others are stepped element by element."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, normalized: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "normalized": normalized})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "rank" in group and p.dim() != 2:
+                    raise IndexError("a matrix")
+                if p.grad is not None:
+                    by = p.grad.norm() if group["normalized"] or "rank" in group else 1.0
+                    p.sub_(p.grad / by, alpha=group["lr"])
+
+
+def test_an_option_of_a_group_may_need_whole_parameters() -> None:
+    def of(*groups: dict[str, Any]) -> Granularity:
+        return granularity_of(ByGroup, {"lr": 0.1}, None, groups=groups)
+
+    plain = {"lr": 0.1, "normalized": False}
+    assert of(plain, {**plain, "lr": 0.3, "initial_lr": 0.3}) is Granularity.ELEMENT
+    assert of(plain, {**plain, "normalized": True}) is Granularity.PARAMETER
+    assert of(plain, {**plain, "rank": 4}) is Granularity.PARAMETER
+    assert granularity_of(ByGroup, {"normalized": True}, None, groups=[plain]) is Granularity.PARAMETER
+
+
+@on_ranks(2)
+def test_such_a_group_is_stepped_as_by_the_plain_class(rank: int) -> None:
+    """Its pieces once were normalized one by one, in silence, also under DDP."""
+    option: dict[str, Any]
+    for option in ({"normalized": True}, {"rank": 4}):
+        results = []
+        for plan in (None, *PLANS):
+            model = make(Net)
+            handle = None if plan is None else zeroshard.shard(model, plan)
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            others = [p for p in model.parameters() if p.dim() != 2]
+            groups = [{"params": others}, {"params": matrices, **option}]
+            optimizer: Any = ByGroup(groups) if handle is None else zeroshard.ShardedOptimizer(groups, ByGroup)
+            for step in range(2):
+                optimizer.zero_grad()
+                loss_of_tokens(model, rank, 0, step).backward()
+                for parameter in model.parameters() if handle is None else ():
+                    assert parameter.grad is not None
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= 2
+                optimizer.step()
+            results.append(model.state_dict() if handle is None else handle.full_state_dict())
+        for found in results[1:]:
+            assert largest_difference(found, results[0]) < LAST_BITS

@@ -300,9 +300,9 @@ class _Optimizer(AcceleratedOptimizer):
 def _refuse_no_sync() -> NoReturn:
     """The method that DistributedDataParallel has, and that LocalSGD calls."""
     raise InvalidState(
-        "model.no_sync(): this model is not wrapped in DistributedDataParallel: write `with accelerator.no_sync(model)`, "
-        "or accumulate(model). accelerate.LocalSGD is not supported, as the weights of its ranks differ: leave it out "
-        "(enabled=False)"
+        "model.no_sync(): this model is not wrapped in DistributedDataParallel: write `with "
+        "accelerator.no_sync(model):`, or accumulate(model). accelerate.LocalSGD is not supported, as the weights of "
+        "its ranks differ: leave it out (enabled=False)"
     )
 
 

@@ -7,7 +7,7 @@ same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zeroshard.comm.settings import plain
 from zeroshard.errors import InvalidValue
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
@@ -58,7 +59,12 @@ _REFUSED = {
 
 
 def granularity_of(
-    optimizer_class: OptimizerClass, options: Options, elementwise: bool | None, *, sharded: bool = False
+    optimizer_class: OptimizerClass,
+    options: Options,
+    elementwise: bool | None,
+    *,
+    sharded: bool = False,
+    groups: Sequence[Options] = (),
 ) -> Granularity:
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
     classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
@@ -67,6 +73,8 @@ def granularity_of(
 
     Args:
         sharded: whether no rank steps all parameters.
+        groups: the hyper-parameters of the param groups, which may make a class another one (GaLore's `rank`): each
+            group has a trial, unless it differs from one before only in numbers.
 
     Raises:
         ValueError: the class cannot be sharded, or the trial fails.
@@ -82,7 +90,10 @@ def granularity_of(
     # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
     with torch.device("cpu"), torch.random.fork_rng(devices=()):
         if declared is None:
-            return _by_trial(optimizer_class, options, sharded=sharded)
+            found = {_by_trial(optimizer_class, options, sharded=sharded)}
+            for of_group in _unlike(optimizer_class, options, groups):
+                found.add(_of_group(optimizer_class, options, of_group, sharded=sharded))
+            return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
             _step_once(optimizer_class, options)
         except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
@@ -90,11 +101,13 @@ def granularity_of(
         return declared
 
 
-def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: bool) -> Granularity:
+def _by_trial(
+    optimizer_class: OptimizerClass, options: Options, *, sharded: bool, of_group: Options | None = None
+) -> Granularity:
     watching = _Watching()
     try:
-        together = _try_out(optimizer_class, options, apart=False)
-        one_by_one = _try_out(optimizer_class, options, watching)
+        together = _try_out(optimizer_class, options, of_group=of_group, apart=False)
+        one_by_one = _try_out(optimizer_class, options, watching, of_group=of_group)
     except InvalidValue:
         raise
     except Exception as error:
@@ -120,12 +133,52 @@ def _by_trial(optimizer_class: OptimizerClass, options: Options, *, sharded: boo
             "norm over all of them, perhaps, or on random numbers), and no rank has them all"
         )
     try:
-        cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, cut=True))
+        cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, of_group=of_group, cut=True))
         # Equal numbers alone do not show it: AdamP, for example, projects only gradients orthogonal to the weights.
-        is_elementwise = cuts_alike and not watching.combines and not _combines_elements(optimizer_class, options)
+        combines = watching.combines or _combines_elements(optimizer_class, options, of_group)
+        is_elementwise = cuts_alike and not combines
     except Exception:  # the class takes matrices only
         is_elementwise = False
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
+
+
+def _of_group(optimizer_class: OptimizerClass, options: Options, of_group: Options, *, sharded: bool) -> Granularity:
+    """As `_by_trial`; where the group's options do not fit the matrices of a trial, the parameters are left whole."""
+    try:
+        _step_once(optimizer_class, options, of_group=of_group)
+    except Exception:
+        return Granularity.PARAMETER
+    return _by_trial(optimizer_class, options, sharded=sharded, of_group=of_group)
+
+
+def _unlike(optimizer_class: OptimizerClass, options: Options, groups: Sequence[Options]) -> Iterator[Options]:
+    """The groups whose options differ from those of the class, and of the groups before, not only in numbers."""
+    first = _new(optimizer_class, [torch.ones(4, 6, device="cpu")], options, None).param_groups[0]
+    seen = [_kinds_of(first)]
+    for group in groups:
+        if (kinds := _kinds_of(group)) not in seen:
+            seen.append(kinds)
+            yield group
+
+
+def _kinds_of(group: Options) -> dict[str, object]:
+    """The options without the values of numbers; but 0, which may switch something off, is a value."""
+    kinds = {key: _kind_of(plain(value)) for key, value in group.items() if key not in ("params", "initial_lr")}
+    return {key: kind for key, kind in kinds.items() if kind is not None}
+
+
+def _kind_of(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return [_kind_of(one) for one in value]
+    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) and value else value
+
+
+def _new(
+    optimizer_class: OptimizerClass, tensors: list[Tensor], options: Options, of_group: Options | None
+) -> torch.optim.Optimizer:
+    if of_group is None:
+        return optimizer_class(tensors, **copy.deepcopy(options))
+    return optimizer_class([{**copy.deepcopy(of_group), "params": tensors}], **copy.deepcopy(options))
 
 
 class _Outcome(NamedTuple):
@@ -144,6 +197,7 @@ def _try_out(
     options: Options,
     watching: AbstractContextManager[Any] | None = None,
     *,
+    of_group: Options | None = None,
     apart: bool = True,
     cut: bool = False,
 ) -> _Outcome:
@@ -156,7 +210,7 @@ def _try_out(
     if cut:
         tensors = [piece.clone() for piece in torch.split(flat, 7)]
     members = [[tensor.requires_grad_()] for tensor in tensors] if apart else [[t.requires_grad_() for t in tensors]]
-    optimizers = [optimizer_class(of_one, **copy.deepcopy(options)) for of_one in members]
+    optimizers = [_new(optimizer_class, of_one, options, of_group) for of_one in members]
     for optimizer in optimizers:
         begin_training(optimizer)
     for gradient in _gradients(flat.numel()):
@@ -185,7 +239,9 @@ def _expect_not_for_want_of_a_closure(optimizer_class: OptimizerClass, options: 
         ) from None
 
 
-def _step_once(optimizer_class: OptimizerClass, options: Options, *, with_closure: bool = False) -> int:
+def _step_once(
+    optimizer_class: OptimizerClass, options: Options, *, of_group: Options | None = None, with_closure: bool = False
+) -> int:
     """Step the class on a matrix. Returns how often it has called its closure."""
     tensor, calls = torch.ones(4, 6, device="cpu", requires_grad=True), -1
 
@@ -196,7 +252,7 @@ def _step_once(optimizer_class: OptimizerClass, options: Options, *, with_closur
         return 1.0
 
     closure()
-    optimizer = optimizer_class([tensor], **copy.deepcopy(options))
+    optimizer = _new(optimizer_class, [tensor], options, of_group)
     begin_training(optimizer)
     if with_closure:
         optimizer.step(closure)
@@ -214,12 +270,12 @@ def _gradients(numel: int) -> Iterator[Tensor]:
         yield gradient * scales[step % len(scales)]
 
 
-def _combines_elements(optimizer_class: OptimizerClass, options: Options) -> bool:
+def _combines_elements(optimizer_class: OptimizerClass, options: Options, of_group: Options | None) -> bool:
     """Whether a step on a large matrix combines elements (see `_Watching`). Some classes treat small matrices as single
     elements: they factor a second moment from 128 rows on, or quantise state of more than 4,096 elements."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(130, 131, generator=generator, device="cpu").requires_grad_()
-    optimizer = optimizer_class([tensor], **copy.deepcopy(options))
+    optimizer = _new(optimizer_class, [tensor], options, of_group)
     begin_training(optimizer)
     watching = _Watching()
     for gradient in _gradients(tensor.numel()):

@@ -258,8 +258,10 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             defaults = classes.options_of(mine[0])
             elementwise = classes.elementwise if optimizer_class is classes.default else None
             sharded = any(unit.updated.numel < unit.layout.numel for unit in by_unit)
-            granularity = granularity_of(optimizer_class, defaults, elementwise, sharded=sharded)
             of_mine = {index: options[index] for index in mine}
+            granularity = granularity_of(
+                optimizer_class, defaults, elementwise, sharded=sharded, groups=[*of_mine.values()]
+            )
             stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
             steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
     return steppers
