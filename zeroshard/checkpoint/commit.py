@@ -119,7 +119,8 @@ class Job:
             folders.set_latest(self.folder.parent, step, self.base.id)
             folders.sweep(self.folder.parent)
         except BaseException as error:
-            verdict = f"step {step} is in place, but what follows failed (sync, latest, sweep): {in_words(error)}"
+            follows = "rank 0 failed in what follows (sync, latest, sweep)"
+            verdict = f"step {step} is in place, but {follows}: {in_words(error)}"
             if not isinstance(error, Exception):
                 raise
             failure = error

@@ -19,7 +19,7 @@ from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement, Doubts, Messages
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import Connecting, connected
+from zeroshard.comm.pipes import Connecting, PeerGone, connected
 from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, is_same_place
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
@@ -139,9 +139,18 @@ class SharedTransport(PairwiseTransport):
         return Pending(self, (), sum_from_peers, announced)
 
     def _peer(self, announced: Announcement, rank: int, like: Tensor) -> Tensor:
-        """The memory that a rank of the axis has announced. Callers must only read it."""
-        process = self._processes[announced.axis.ranks[rank]]
-        return self.memory.peer(process, announced.location(rank), like)
+        """The memory that a rank of the axis has announced. Callers must only read it.
+
+        Raises:
+            PeerGone: the process of that rank has ended.
+        """
+        number = announced.axis.ranks[rank]
+        try:
+            return self.memory.peer(self._processes[number], announced.location(rank), like)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            # Its announcement is still in the pipe, but its files are closed: without this, the watch would take the
+            # error for this rank's own, and report this rank as the one that has failed.
+            raise PeerGone(f"connection closed by rank {number}: {error}") from None
 
     @classmethod
     def scratch_of_each(

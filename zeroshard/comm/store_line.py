@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,6 +26,38 @@ class Silent(Error, RuntimeError):
     """The store has not answered in time, or is gone."""
 
 
+class Attended:
+    """A store for calls of another thread than that of the `StoreLine`. Each call waits for the answer; the line's
+    `silent_for` tells since when."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.asked: float | None = None  # start of the call that is open
+
+    def _call(self, method: Callable[..., T], *arguments: Any) -> T:
+        self.asked = time.monotonic()
+        try:
+            return method(*arguments)
+        finally:
+            self.asked = None
+
+    def add(self, key: str, by: int) -> int:
+        return self._call(self._store.add, key, by)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._call(self._store.check, keys)
+
+    def set(self, key: str, value: str) -> None:
+        self._call(self._store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        """For keys that exist: the store answers at once."""
+        return self._call(self._store.get, key)
+
+    def delete_key(self, key: str) -> None:
+        self._call(self._store.delete_key, key)
+
+
 class StoreLine:
     """Attributes:
     gone: the store has closed the connection.
@@ -38,6 +71,7 @@ class StoreLine:
         self._last: Callable[[Store], Any] | None = None
         self._hurries = False
         self._asked: float | None = None  # start of the call that is open
+        self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
         # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
         self._thread.start()
@@ -62,10 +96,17 @@ class StoreLine:
         self._hurries = True
         self._jobs.put((lambda store: None, Future()))
 
+    def attend(self, store: Store) -> Attended:
+        """The store, for calls of other threads, so that `silent_for` includes them. A heartbeat waits for no answer:
+        while a rank is in such a call, its own line may notice nothing."""
+        attended = Attended(store)
+        self._attended.add(attended)
+        return attended
+
     def silent_for(self) -> float:
-        """Seconds since the call that the store has not answered yet; 0 if no call is open."""
-        asked = self._asked
-        return 0.0 if asked is None else time.monotonic() - asked
+        """Seconds since the oldest call that the store has not answered yet; 0 if no call is open."""
+        asked = [asked for asked in (self._asked, *(one.asked for one in list(self._attended))) if asked is not None]
+        return time.monotonic() - min(asked) if asked else 0.0
 
     def close(self, last: Callable[[Store], Any], patience: float) -> None:
         """Run `last(store)`, after which there is neither a beat nor another job, and end the thread.

@@ -20,7 +20,9 @@ Words = Callable[[Exception], str]
 
 def in_words(error: BaseException) -> str:
     """The text of an error for the other ranks and for users."""
-    return str(error) if isinstance(error, (ValueError, CheckpointError)) else f"{type(error).__name__}: {error}"
+    if isinstance(error, (ValueError, CheckpointError)):
+        return str(error)
+    return ": ".join(filter(None, [type(error).__name__, str(error)]))  # KeyboardInterrupt has no text
 
 
 def together(

@@ -134,12 +134,20 @@ class Watch:
         self.bell.join(2 * BEAT_SECONDS)
         with suppress(Silent):
             # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat
-            # would replace it, and the other ranks would take the end of this process for its death.
-            self.line.close(self._leave, LEAVING_SECONDS)
+            # would replace it, and the other ranks would take the end of this process for its death. After a failure
+            # they leave, too, and the store may be what has failed.
+            self.line.close(self._leave, PATIENCE_SECONDS if self._has_failed else LEAVING_SECONDS)
+
+    @property
+    def _has_failed(self) -> bool:
+        return self._cause is not None or self._reported
 
     def _leave(self, store: Store) -> None:
         self._heart.end()
-        self._notices.leave(store, self.beats, where(threading.main_thread().ident))
+        if not self._has_failed:
+            self._notices.leave(store, self.beats, where(threading.main_thread().ident))
+        # A cause that only this rank knows: the store had not answered, and does so only now.
+        self._announce_found(store, self._cause)
 
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
         """This rank cannot go on: tell the other ranks, which then leave. `show` prints the error: before the others
@@ -281,7 +289,8 @@ class Watch:
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
                 return None
-            if self.line.silent_for() > self._heart.pace.timeout:
+            silent = self.line.silent_for()
+            if silent > self._heart.pace.timeout or (silent > GRACE_SECONDS and self._holder_ended()):
                 return self._end(Cause("", self._on_silence()))
         return None
 
@@ -349,6 +358,13 @@ class Watch:
                 return self._peers.blame(closed=closed, timeout=self._heart.pace.timeout)
             time.sleep(BEAT_SECONDS / 2)
 
+    def _holder_ended(self) -> Who | None:
+        """The process of rank 0, if that rank held the store and has ended. Its connections may still be open: workers
+        that it has forked (a DataLoader's) have inherited them, and take seconds to notice the end of their parent."""
+        who = self._peers.neighbours.get(0)
+        held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        return who if held and who is not None and who.state == "ended" else None
+
     def _on_silence(self) -> str:
         store = f"the store of the process group{_address(self.of_store)}"
         if self.line.gone:
@@ -358,6 +374,8 @@ class Watch:
         why = f"{network}, is the likely cause, not a process"
         if stopped:
             why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
+        elif holder := self._holder_ended():
+            why = f"rank 0 ({holder}), which held it, has ended"
         return f"{store} has not answered for {self.line.silent_for():.0f} s: {why}"
 
 

@@ -1,0 +1,126 @@
+"""The store of the process group does not answer, as whoever holds it is stopped, or has ended while its connections
+stay open; and a rank that is killed between its announcement and the read of its memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch.distributed import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+
+import zeroshard
+from tests.checkpoint.common import Run
+from tests.failures.common import Ranks, wait_until_noted
+from tests.patience import AT_ONCE, wait_until
+from zeroshard.checkpoint import folders
+from zeroshard.comm.messages import Messages
+from zeroshard.comm.shared_memory import SharedMemory
+
+
+def let_rank_0_hold_the_store(rank: int, timeout: float) -> None:
+    """Make the process group anew, with a store in the process of rank 0, as without a launcher of torch elastic."""
+    before = _get_default_store()
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        before.set("port", str(store.port))
+    else:
+        store = TCPStore("127.0.0.1", int(before.get("port")), 2, is_master=False)
+    dist.destroy_process_group()
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background: bool) -> None:
+    let_rank_0_hold_the_store(rank, 3.0)
+    zeroshard.init()
+    run = Run(rank, "zero1", "fp32").train([0])
+    wait_until_noted()
+    publish = folders.publish
+
+    def stopped(*arguments: Any) -> None:
+        mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        publish(*arguments)
+
+    folders.publish = stopped
+    zeroshard.save(directory, run.handle, run.optimizer, step=1, background=background).wait()
+    run.train([1])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_who_holds_the_store_is_stopped_in_a_save(tmp_path: Path, background: bool) -> None:
+    """The other rank asked the store for the verdict. That call has no timeout, and a heartbeat waits for no answer, so
+    nobody noticed: it waited forever."""
+    ended = Ranks(saving_rank, 2, tmp_path / "steps", background).finish(limit=60.0)
+    assert ended.statuses == [1, 1], ended
+    stopped = r"has not answered for \d+ s: rank 0 \(process \d+ on .*\) has stopped \(no heartbeat\)"
+    assert len(re.findall(rf"rank [01] exits because the store .* {stopped}", ended.said)) == 2, ended
+
+
+def rank_with_a_worker(rank: int, mark: Callable[[], Any]) -> None:
+    let_rank_0_hold_the_store(rank, 600.0)
+    zeroshard.init()
+    run = Run(rank, "zero1", "fp32").train([0])
+    pids = run.handle.engine.collectives.exchange_objects(os.getpid())
+    wait_until_noted()
+    if rank == 0:
+        if os.fork() == 0:  # has all open files of rank 0, as a worker of a DataLoader has them
+            wait_until(lambda: has_ended(pids[1]))
+            os._exit(0)
+        mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+    run.train([1, 2])
+
+
+def test_who_held_the_store_has_ended_and_its_connections_are_open() -> None:
+    """It took the timeout of collectives, and the network was blamed."""
+    ended = Ranks(rank_with_a_worker, 2).finish(limit=60.0)
+    assert ended.statuses == [-signal.SIGKILL, 1], ended
+    assert re.search(r"has not answered for \d+ s: rank 0 \(process \d+ on .*\), which held it, has ended", ended.said)
+    assert ended.seconds_of_their_own() < AT_ONCE, ended
+
+
+def rank_that_announces(rank: int, mark: Callable[[], Any]) -> None:
+    zeroshard.init()
+    run = Run(rank, "zero2", "fp32").train([0])
+    assert run.handle.engine.collectives.transport.reads_peers
+    pids = run.handle.engine.collectives.exchange_objects(os.getpid())
+    wait_until_noted()
+    announce, peer = Messages.announce, SharedMemory.peer
+
+    def last(self: Messages, *arguments: Any) -> Any:
+        announce(self, *arguments)
+        mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def late(self: SharedMemory, *arguments: Any) -> Any:
+        wait_until(lambda: has_ended(pids[1]))
+        self._mapped.clear(), self._views.clear()  # memory that this rank has not read before
+        return peer(self, *arguments)
+
+    if rank == 1:
+        Messages.announce = last  # type: ignore[method-assign]
+    else:
+        SharedMemory.peer = late  # type: ignore[method-assign,assignment]
+    run.train([1])
+
+
+def test_a_rank_is_killed_after_its_announcement() -> None:
+    """The rank that read the memory then reported itself as the one that had failed: FileNotFoundError in /proc."""
+    ended = Ranks(rank_that_announces, 2).finish(limit=60.0)
+    assert ended.statuses == [1, -signal.SIGKILL], ended
+    assert "rank 0 exits because rank 1 died without reporting an error" in ended.said, ended
+    assert "failed first" not in ended.said, ended
