@@ -74,6 +74,7 @@ def steps(folder: Path) -> list[int]:
         ("train --model.layers four", "'four' is not a valid integer"),
         ("train --model.layers 0", "model.layers = 0: expected greater than or equal to 1"),
         ("train --nproc 0", "parallel.nproc = 0: expected greater than or equal to 1"),
+        ("train --parallel.timeout 0.001", "parallel.timeout = 0.001: expected greater than or equal to 1"),
         ("train --nproc 999", f"--nproc 999: expected at most {4 * cores()}, 4 ranks for each of {cores()} CPU cores"),
         ("train --nproc 2 --batch.sequences 3", "does not divide over 2 ranks x 1 micro-batches"),
         ("train --nproc 2 --data /nowhere", "no text at /nowhere: expected a UTF-8 file or a folder"),

@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -124,3 +127,17 @@ def test_a_rank_is_killed_after_its_announcement() -> None:
     assert ended.statuses == [1, -signal.SIGKILL], ended
     assert "rank 0 exits because rank 1 died without reporting an error" in ended.said, ended
     assert "failed first" not in ended.said, ended
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_start_are_told_in_one_line(rank: int) -> None:
+    """torch's own error named neither the rank nor the timeout, and came with the traceback of its rendezvous."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    program = "import zeroshard\ntry:\n    zeroshard.init(timeout=1)\nexcept TimeoutError as error:\n    print(error)"
+    environment = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    said = rf"rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{port} within the timeout of 1 s: .*"
+    assert re.fullmatch(said, done.stdout.strip()) and done.returncode == 0, done

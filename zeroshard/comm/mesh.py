@@ -39,7 +39,7 @@ from zeroshard.comm.backends import (
     take_device,
     timeout_of,
 )
-from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
 REPLICATE = ("replicate", "dp_replicate")
@@ -69,6 +69,7 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
 
     Raises:
         ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; or as `launched`.
+        TimeoutError: not all ranks have come within the timeout.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -97,10 +98,21 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     rank, world_size = given
-    if (store := _store_of_this_attempt(world_size)) is not None:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-    else:
-        dist.init_process_group(backend, **options)
+    try:
+        if (store := _store_of_this_attempt(world_size)) is not None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+        else:
+            dist.init_process_group(backend, **options)
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        why = (str(error).splitlines() or [""])[0].rstrip(".")
+        if "timed out" not in why.lower():
+            raise
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TookTooLong(
+            f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
+            f"{timeout.total_seconds():g} s: {why}. All ranks have to start within that time; init(timeout=...) is also "
+            "the time of a collective"
+        ) from None
 
 
 def launched() -> tuple[int, int] | None:

@@ -126,7 +126,7 @@ class ParallelConfig(_Section):
     precision: Literal["fp32", "bf16", "fp16", "bf16-remainder"] = Field("fp32", description="of the weights")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
-    timeout: float = Field(120.0, gt=0, description="seconds without an answer until a peer counts as lost")
+    timeout: float = Field(120.0, ge=1, description="seconds without an answer until a peer counts as lost")
     max_restarts: int = Field(0, ge=0, description="times to start all ranks again after one has failed (with --nproc)")
 
     @field_validator("plan", "precision", mode="before")

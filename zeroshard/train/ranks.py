@@ -12,6 +12,7 @@ import torch.distributed as dist
 import zeroshard
 from zeroshard.comm import watch
 from zeroshard.comm.backends import take_device
+from zeroshard.errors import TookTooLong
 from zeroshard.io.refused import in_words
 from zeroshard.train.config import ParallelConfig, UserError
 
@@ -110,7 +111,10 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     # torch starts a thread for each core in each process, so several ranks on one machine would compete for the cores.
     if ours and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
+    try:
+        zeroshard.init("nccl" if kind == "cuda" else "gloo", timeout=config.timeout)
+    except TookTooLong as error:
+        raise UserError(f"parallel.timeout = {config.timeout:g}: {error}") from None
     try:
         yield Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
     except BaseException as error:
