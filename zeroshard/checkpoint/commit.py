@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -147,7 +148,7 @@ def discard(folder: Path) -> str:
     return ""
 
 
-def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int | None:
+def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int:
     """Make a new temporary folder for a step, and return the lock on it. Called on rank 0.
 
     Args:
@@ -164,9 +165,24 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int 
     if needed > free:
         raise NotWritten(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
     folder = temporary_folder(directory, base)
-    files.make_folder(folder)
+    while (lock := _made_and_locked(folder)) is None:
+        time.sleep(0.01)  # the other process still has it
+    return lock
+
+
+def _made_and_locked(folder: Path) -> int | None:
+    """Make the folder, and return the lock on it; None if another process, which sweeps, has taken it for a left-over
+    before it was locked, and removes it."""
+    with suppress(FileExistsError):
+        files.make_folder(folder)
     try:
-        return files.lock_folder(folder)
+        lock = files.lock_folder(folder)
+        if lock is not None and not (folder.exists() and os.path.samestat(os.fstat(lock), os.stat(folder))):
+            os.close(lock)
+            return None
+        return lock
+    except FileNotFoundError:
+        return None
     except BaseException:
         with suppress(OSError):
             files.remove_folder(folder)

@@ -74,7 +74,11 @@ def make_folders(path: Path) -> None:
     """Make the folder and missing parents; each is durable when this returns. No effect if it exists."""
     if not path.is_dir():
         make_folders(path.parent)
-        make_folder(path)
+        try:
+            make_folder(path)
+        except FileExistsError:  # another process has made it in the meantime
+            if not path.is_dir():
+                raise
         sync_folder(path.parent)
 
 
@@ -103,13 +107,15 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and everything in it; links are removed, not followed."""
-    for entry in list(os.scandir(path)):
-        if entry.is_dir(follow_symlinks=False):
-            remove_folder(Path(entry.path))
-        else:
-            remove_file(Path(entry.path))
-    remove_empty_folder(path)
+    """Remove a folder and everything in it; links are removed, not followed. Another process may do the same."""
+    with suppress(FileNotFoundError):
+        for entry in list(os.scandir(path)):
+            with suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    remove_folder(Path(entry.path))
+                else:
+                    remove_file(Path(entry.path))
+        remove_empty_folder(path)
 
 
 def lock_folder(path: Path) -> int | None:

@@ -176,8 +176,11 @@ def set_latest(directory: Path, step: int, unique: str) -> None:
     name = step_name(step)
     try:
         # A new file and a rename, so that no reader, and no crash, finds a file that is half written.
-        files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
-        files.replace(temporary, directory / LATEST)
+        while True:
+            files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
+            with suppress(FileNotFoundError):  # the sweep of another process has taken it for a left-over
+                files.replace(temporary, directory / LATEST)
+                break
     except BaseException:
         with suppress(OSError):
             files.remove_file(temporary)
@@ -214,24 +217,29 @@ def publish(temporary: Path, step: int, unique: str) -> None:
 
 def sweep(directory: Path) -> None:
     """Remove what interrupted saves and removals have left. A step that was moved aside and not replaced gets its name
-    back. Folders that are locked by a running save are not touched."""
+    back. Folders that are locked by a running save are not touched. Other processes may do the same."""
     known = steps(directory)
     for name in _names(directory):
         path = directory / name
-        aside = step_of(name) is not None and ".old-" in name
-        if path.is_symlink() or not (_LEFT_OVER.fullmatch(name) or aside):
-            continue
-        if not path.is_dir():
-            files.remove_file(path)
-        elif (lock := files.lock_folder(path)) is not None:
-            try:
-                if aside and path in known.values():
-                    files.rename(path, directory / name.partition(".")[0])
-                    files.sync_folder(directory)
-                else:
-                    _remove(path)
-            finally:
-                os.close(lock)
+        is_left = bool(_LEFT_OVER.fullmatch(name)) or (step_of(name) is not None and ".old-" in name)
+        if is_left and not path.is_symlink():
+            with suppress(FileNotFoundError):  # another process has removed or renamed it in the meantime
+                _sweep_one(path, directory / name.partition(".")[0] if path in known.values() else None)
+
+
+def _sweep_one(path: Path, step: Path | None) -> None:
+    """`step`: the name that a folder gets back; None: remove it."""
+    if not path.is_dir():
+        files.remove_file(path)
+    elif (lock := files.lock_folder(path)) is not None:
+        try:
+            if step is not None:
+                files.rename(path, step)
+                files.sync_folder(path.parent)
+            else:
+                _remove(path)
+        finally:
+            os.close(lock)
 
 
 def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
@@ -254,7 +262,8 @@ def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None =
     sweep(directory)
     gone, known = to_prune(directory, keep_last=keep_last, keep_every=keep_every), steps(directory)
     for step in gone:
-        _remove(known[step])
+        with suppress(FileNotFoundError, KeyError):  # another process has removed it in the meantime
+            _remove(known[step])
     return gone
 
 

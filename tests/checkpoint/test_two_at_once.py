@@ -1,0 +1,90 @@
+"""Two processes use one directory of steps: another one makes folders, sweeps and prunes there at any moment of a
+save or a prune."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.checkpoint import files, folders
+from zeroshard.testing import run_ranks
+
+CALLS = ("make_folder", "create", "sync", "rename", "replace", "remove_file", "remove_empty_folder", "lock_folder")
+
+
+class AnotherProcess:
+    """Acts once, before the `at`-th call of the file system. `calls`: how many there were."""
+
+    def __init__(self, act: Callable[[], Any], at: int) -> None:
+        self._act, self._at, self._acts, self.calls = act, at, False, 0
+        self._own = {name: getattr(files, name) for name in CALLS}
+
+    def __enter__(self) -> AnotherProcess:
+        for name in CALLS:
+            setattr(files, name, self._wrapped(self._own[name]))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name, own in self._own.items():
+            setattr(files, name, own)
+
+    def _wrapped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if not self._acts:
+                self.calls += 1
+                if self.calls == self._at:
+                    self._acts = True
+                    self._act()
+                    self._acts = False
+            return own(*arguments)
+
+        return call
+
+
+def prepare(directory: Path, handle: zeroshard.Handle) -> None:
+    """Steps 1 to 3, a folder that an interrupted save has left, and one of an interrupted removal."""
+    for step in (1, 2, 3):
+        zeroshard.save(directory, handle, step=step)
+    for name in ("step-4.tmp-0", ".trash-step-0-0"):
+        (directory / name).mkdir()
+        (directory / name / "rank-00000.safetensors").touch()
+
+
+def check(rank: int, folder: Path) -> tuple[int, int, int]:
+    """Returns how many calls the three things have made."""
+    handle = zeroshard.shard(nn.Linear(2, 2), "ddp")
+    count = [0, 0, 0]
+    for at in itertools.count(1):
+        new, again, pruned = (folder / f"{at}-{name}" / "steps" for name in ("new", "again", "pruned"))
+        with AnotherProcess(lambda to=new: files.make_folders(to), at) as another:  # type: ignore[misc]
+            zeroshard.save(new, handle, step=1)
+        count[0] = another.calls
+        prepare(again, handle)
+        with AnotherProcess(lambda to=again: folders.sweep(to), at) as another:  # type: ignore[misc]
+            zeroshard.save(again, handle, step=3)
+        count[1] = another.calls
+        prepare(pruned, handle)
+        with AnotherProcess(lambda to=pruned: zeroshard.prune(to, keep_last=1), at) as another:  # type: ignore[misc]
+            zeroshard.prune(pruned, keep_last=1)
+        count[2] = another.calls
+        for directory, steps in ((new, [1]), (again, [1, 2, 3]), (pruned, [3])):
+            assert sorted(os.listdir(directory)) == ["latest", *(f"step-{step}" for step in steps)], (at, directory)
+            zeroshard.verify(directory / f"step-{steps[-1]}")
+        if at > max(count):
+            return count[0], count[1], count[2]
+    raise AssertionError
+
+
+def test_another_process_acts_at_every_call(tmp_path: Path) -> None:
+    """A save said that what follows had failed, and a prune raised, as the other process had removed a left-over
+    first. A save that made a folder at the same moment as another one raised that it exists."""
+    torch.manual_seed(0)
+    of_new, of_again, of_prune = run_ranks(check, 1, tmp_path)[0]
+    assert of_new > 15 and of_again > 25 and of_prune > 15, (of_new, of_again, of_prune)
