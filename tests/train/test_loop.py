@@ -23,7 +23,7 @@ import zeroshard
 from tests.checkpoint.faults import disk_with
 from tests.grids import EVERYTHING
 from tests.patience import AT_ONCE
-from zeroshard.checkpoint import Reader, steps
+from zeroshard.checkpoint import Reader, files, steps
 from zeroshard.cli.main import run as run_command
 from zeroshard.cli.runs import saved_run
 from zeroshard.comm import watch
@@ -567,6 +567,26 @@ def test_refusals_are_the_same_on_every_rank(
         assert found[0] == found[1]
     assert "step-3" in found[0] and "step-5" in found[0]
     assert not (tmp_path / "x").exists()
+
+
+def resumed_twice(rank: int, config: Config) -> list[int]:
+    """Each of the two gives the folder free at its end, also in one process."""
+    out = Path(config.run.out)
+    return [train(config, resume=out, stop_at=step).step for step in (4, 5)]
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+    """A job that was started again while it still ran wrote its steps into the same folder, and pruned."""
+    out = copy_until(3, plain, tmp_path / "run")
+    config, before = tiny(shared_text, out), sorted(os.listdir(out))
+    lock = files.lock_folder(out)
+    assert lock is not None
+    for resume in (out, None):
+        for said in run_ranks(refused, 2, config, resume):
+            assert "is in use: another process is training there" in said
+    assert sorted(os.listdir(out)) == before
+    os.close(lock)
+    assert run_ranks(resumed_twice, 2, config) == [[4, 5], [4, 5]]
 
 
 def test_a_damaged_step_is_passed_over_aloud(

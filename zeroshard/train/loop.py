@@ -49,7 +49,7 @@ from zeroshard.train.progress import Output, Progress, bytes_table, sample_panel
 from zeroshard.train.ranks import Ranks, joined
 from zeroshard.train.release import release
 from zeroshard.train.resume import Found
-from zeroshard.train.run import Run, save_run, start_run
+from zeroshard.train.run import Occupation, Run, save_run, start_run
 from zeroshard.train.summary import Summary
 from zeroshard.train.trackers import RunInfo, attach, expect_observers
 
@@ -113,10 +113,10 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
     Raises:
         UserError: on every rank, for a problem that the user can fix: options, files, folders.
     """
-    with Requests() as requests, joined(config.parallel) as ranks:
+    with Requests() as requests, joined(config.parallel) as ranks, Occupation() as occupation:
         console = Console(file=cast(IO[str], Output(sys.stdout)), quiet=ranks.rank != 0)
         ranks.first_does(lambda: expect_observers(config.run.observers))
-        run, found = start_run(config, ranks, resume, occupied=occupied)
+        run, found = start_run(config, ranks, resume, occupation, occupied=occupied)
         first_step = 0 if found is None else found.step
         introduce(run, found, console)
         summary, watching = ranks.together(lambda: observers(run, first_step, console))

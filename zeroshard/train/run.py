@@ -7,6 +7,7 @@ and these two numbers, and a resumed run continues exactly as the uninterrupted 
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from shlex import quote
+from typing import Self
 
 import torch
 from torch import nn
@@ -63,8 +65,43 @@ class Run:
     tokens_before: int
 
 
-def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bool) -> tuple[Run, Found | None]:
+class Occupation:
+    """Rank 0's lock on the folder of its run, for the time of the block. A system releases it, too, when the process
+    ends. Some network file systems have no such locks: there it has no effect."""
+
+    def __init__(self) -> None:
+        self._lock: int | None = None
+
+    def take(self, folder: Path) -> None:
+        """No effect if there is no such folder, or it is taken already.
+
+        Raises:
+            UserError: another process trains there.
+        """
+        if self._lock is not None or not folder.is_dir():
+            return
+        self._lock = files.lock_folder(folder)
+        if self._lock is None:
+            raise UserError(
+                f"{folder} is in use: another process is training there, and both would write its steps and "
+                f"{METRICS}. Wait for its end or stop it, or choose another --out"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+
+
+def start_run(
+    config: Config, ranks: Ranks, resume: Path | None, occupation: Occupation, *, occupied: bool
+) -> tuple[Run, Found | None]:
     """Open the text, build and shard the model, load the saved state if `resume` is given. Collective.
+
+    Args:
+        occupation: takes the folder of the run.
 
     Returns:
         The run, and the step from which it continues (None for a new run).
@@ -84,11 +121,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
     # The result is not used: a validation text that is too short must be refused now, not after hours of training.
     validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)
-    found = None
-    if resume is not None:
-        folder = resume
-        found = ranks.first_does(lambda: find(folder, corpus.digest, config.schedule))
-
+    found = ranks.first_does(partial(take_and_find, config, resume, corpus.digest, occupation))
     torch.manual_seed(config.run.seed)
     language = ranks.together(lambda: build_language(config.model, tokenizer.vocabulary))
     model = language.model.to(ranks.device)
@@ -104,7 +137,7 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
     run = Run(
         config=config,
         ranks=ranks,
-        folder=ranks.first_does(lambda: make_folder(config, resume, occupied)),
+        folder=ranks.first_does(lambda: make_folder(config, resume, occupied, occupation)),
         corpus=corpus,
         batches=batches,
         tokenizer=tokenizer,
@@ -119,6 +152,13 @@ def start_run(config: Config, ranks: Ranks, resume: Path | None, *, occupied: bo
         tokens_before=before.tokens,
     )
     return run, found
+
+
+def take_and_find(config: Config, resume: Path | None, text: str, occupation: Occupation) -> Found | None:
+    """Take the folder of the run, and find the step to continue from; None for a new run. Raises as both."""
+    if config.run.out:  # first: a run that trains there would remove the step while it is loaded
+        occupation.take(Path(config.run.out))
+    return None if resume is None else find(resume, text, config.schedule)
 
 
 def shard_model(config: Config, language: Language) -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
@@ -232,12 +272,12 @@ def learning_rate_factor(updates: int, schedule: ScheduleConfig) -> float:
     return schedule.final_share + (1 - schedule.final_share) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
-    """Create the run's folder and write the resolved configuration into it.
+def make_folder(config: Config, resume: Path | None, occupied: bool, occupation: Occupation) -> Path:
+    """Create the run's folder, take it, and write the resolved configuration into it.
 
     Raises:
-        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), or cannot be
-            written.
+        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), is in use, or
+            cannot be written.
     """
     folder = Path(config.run.out or default_folder())
     lived_in = (folder / METRICS).exists() or bool(zeroshard.checkpoint.steps(folder))
@@ -246,6 +286,7 @@ def make_folder(config: Config, resume: Path | None, occupied: bool) -> Path:
         raise UserError(f"{folder} already holds a run: {same}")
     try:
         with files.made(folder):
+            occupation.take(folder)
             write(config, folder / "config.toml")
             if config.model.config:
                 keep_config(folder, Path(config.model.config))
