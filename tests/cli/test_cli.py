@@ -291,6 +291,30 @@ def test_a_rank_that_dies_ends_the_run(text_folder: Path, tmp_path: Path) -> Non
     assert "died of SIGKILL; the other ranks were stopped" in err
 
 
+@pytest.mark.parametrize("nohup", [True, False])
+def test_the_terminal_is_closed(text_folder: Path, tmp_path: Path, nohup: bool) -> None:
+    """torch's launcher took SIGHUP also under nohup, which ended the run."""
+    out = tmp_path / "run"
+    arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]
+    # A new interpreter: a forked one does not begin with the signals that its parent ignores.
+    command = [*["nohup"] * nohup, sys.executable, "-m", "zeroshard", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    wait_until(lambda: bool(steps(out)) or process.poll() is not None)
+    process.send_signal(signal.SIGHUP)
+    if nohup:
+        done = steps(out)[-1]
+        wait_until(lambda: steps(out)[-1] > done or process.poll() is not None)
+        process.send_signal(signal.SIGTERM)
+    code, said, err = finish(process)
+    if nohup:
+        assert code == 0 and "stopped after step" in said, err
+    else:
+        assert code == 129 and err == "zeroshard: error: SIGHUP: the ranks were stopped, without a save\n", err
+
+
 def test_what_other_programs_call_an_option_has_a_name_here() -> None:
     known = {name.lstrip("-") for option in main.commands["train"].params for name in option.opts}
     assert {*ELSEWHERE.values()} <= known and not {*ELSEWHERE} & known

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 import psutil
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -91,12 +91,17 @@ def start_ranks(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(logs)),
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are forwarded by `_PassOn`
+            # The others are forwarded by `_PassOn`. Where SIGHUP is ignored (nohup), it stays ignored.
+            signals_to_handle="SIGQUIT" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else "SIGHUP,SIGQUIT",
         )
         try:
             elastic_launch(config, sys.executable)("-m", "zeroshard", *arguments)
         except ChildFailedError as error:
             return _explain_failure(*error.get_first_failure(), problems)
+        except SignalException as error:  # of `signals_to_handle`: torch has ended the ranks
+            name = signal.Signals(error.sigval).name
+            print(f"zeroshard: error: {name}: the ranks were stopped, without a save", file=sys.stderr)
+            return 128 + error.sigval
     return 0
 
 
