@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import sys
 import time
@@ -129,7 +130,9 @@ def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:
     store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=start)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=start)
     store.set_timeout(limit)
-    dist.distributed_c10d._set_pg_timeout(limit)
+    # torch 2.14 has another name for it, and warns about this one.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout(limit)
 
 
 class Ranks:
@@ -155,6 +158,9 @@ class Ranks:
     def wait_ready(self) -> None:
         """Wait until every rank has called `ready`."""
         for _ in self.pids:
+            while not select.select([self._ready], [], [], 1.0)[0]:
+                ended = [os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in self.pids]
+                assert not any(ended), "a rank has ended before it was ready"
             os.read(self._ready, 1)
 
     def kill(self, ranks: Sequence[int]) -> None:

@@ -300,7 +300,13 @@ def test_the_terminal_is_closed(text_folder: Path, tmp_path: Path, nohup: bool) 
     command = [*["nohup"] * nohup, sys.executable, "-m", "zeroshard", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also if the tests run under nohup
     )
     wait_until(lambda: bool(steps(out)) or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
@@ -316,7 +322,9 @@ def test_the_terminal_is_closed(text_folder: Path, tmp_path: Path, nohup: bool) 
 
 
 def test_what_other_programs_call_an_option_has_a_name_here() -> None:
-    known = {name.lstrip("-") for option in main.commands["train"].params for name in option.opts}
+    train = main.commands["train"]
+    train.make_context("train", [])  # the fields of the configuration are added here
+    known = {name.lstrip("-") for option in train.params for name in option.opts}
     assert {*ELSEWHERE.values()} <= known and not {*ELSEWHERE} & known
 
 

@@ -166,10 +166,10 @@ class _Folder:
     def _write(self, file: int, value: Any) -> Any:
         memory = io.BytesIO()
         torch.save(value, memory)
-        start = os.lseek(file, 0, os.SEEK_CUR)
-        files.write_all(file, memory.getbuffer())
-        self._unsynced += memory.tell()
+        written, start = memory.getvalue(), os.lseek(file, 0, os.SEEK_CUR)
+        files.write_all(file, written)
+        self._unsynced += len(written)
         if self._unsynced > SYNC_BYTES:
             files.sync(file)
             self._unsynced = 0
-        return self._info(DATA, start, len(memory.getbuffer()))
+        return self._info(DATA, start, len(written))
