@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
+from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, travelling
 from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.storage.weights import Weights
@@ -191,10 +191,12 @@ class SetsItself(nn.Module):
 def test_a_write_in_a_forward_takes_effect_or_raises(rank: int) -> None:
     """A layer of gpytorch that sets its parameters in its first forward trained from other values under ZERO3, in
     silence: the write went to a borrowed buffer."""
-    for plan in plans_of(1):
+    ways = [("shared", plan) for plan in plans_of(1)] + [("messages", zeroshard.ZERO3)]
+    for way, plan in ways:
         for forward, through_data in ((1, False), (1, True), (2, False), (0, False)):
             model = make(lambda forward=forward, through=through_data: SetsItself(forward, through))
-            handle = zeroshard.shard(model, plan)
+            with travelling(way):
+                handle = zeroshard.shard(model, plan)
             optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.0)
             is_lost = plan is zeroshard.ZERO3 and forward > 0
             for number in (1, 2):

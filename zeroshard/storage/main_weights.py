@@ -72,12 +72,12 @@ def follow_weights(
 
 
 def have_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype, on one device, have the same bits; on False they may still be equal
-    (0.0 and -0.0)."""
+    """Whether two tensors of one shape and dtype, on one device, have the same bits. (NaN then is the same as NaN, and
+    0.0 is not -0.0.)"""
     a, b = a.reshape(-1), b.reshape(-1)
     if a.device.type == "cpu" and _memcmp is not None:  # a third of the time of torch.equal
         return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
-    return torch.equal(a, b)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _find_memcmp() -> Callable[[int, int, int], int] | None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from zeroshard.model.absent import as_tensors
+from zeroshard.storage.main_weights import have_same_bits
 
 
 class Versions:
@@ -81,7 +82,7 @@ class Versions:
             return []
         found, writes = [], self.writes()
         for slot, (number, before) in self._before_hooks.items():
-            if number != writes[slot] or (before is not None and not _are_same(before, values[slot])):
+            if number != writes[slot] or (before is not None and not have_same_bits(before, values[slot])):
                 found.append(slot)
         self.forget_looks()
         return found
@@ -89,8 +90,3 @@ class Versions:
     def forget_looks(self) -> None:
         """Forget what `look` has seen."""
         self._before_hooks.clear()
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, so that NaN is the same as NaN."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -35,6 +35,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.versions import Versions
 
 
@@ -236,8 +237,8 @@ class Weights:
         if self._common is not None and self.buffer.full is self.place:
             found = self._common.is_written()
         if found is None and not self._was_compared:
-            own, kept = self.buffer.own_part_of_full().view(torch.uint8), self.buffer.shard.view(torch.uint8)
-            found, self._was_compared = not torch.equal(own, kept), True
+            found = not have_same_bits(self.buffer.own_part_of_full(), self.buffer.shard)
+            self._was_compared = True
         return bool(found)
 
     def show(self) -> None:
