@@ -68,10 +68,11 @@ LARGE = ("tests/exchange/", "tests/integrations/", "tests/real_models/", "tests/
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (item.get_closest_marker("long") is None, item.nodeid.startswith(LARGE)))
-    if os.environ.get("ZEROSHARD_TEST_BACKEND"):
+    left_out = {"by_gloo": os.environ.get("ZEROSHARD_TEST_BACKEND"), "by_cpu": os.environ.get("ZEROSHARD_TEST_DEVICE")}
+    for marker in (name for name, other in left_out.items() if other):
         for item in items:
-            if item.get_closest_marker("by_gloo"):
-                item.add_marker(pytest.mark.skip(reason="it is about gloo"))
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"it is about {marker.removeprefix('by_')}"))
 
 
 def pytest_collection_finish() -> None:
@@ -111,11 +112,11 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _device() -> Iterator[None]:
-    """With ZEROSHARD_TEST_DEVICE=cuda the models of `tests/kit.py` are on the GPU of their rank."""
+    """With ZEROSHARD_TEST_DEVICE=cuda ranks make their tensors on their GPU."""
     from tests.kit import DEVICE
-    from tests.on_cuda import ranks_on_cuda
+    from tests.on_device import tests_on_device
 
-    with ranks_on_cuda() if DEVICE.type == "cuda" else nullcontext():
+    with tests_on_device() if DEVICE.type != "cpu" else nullcontext():
         yield
 
 
@@ -125,6 +126,10 @@ def _warm(_one_thread: None, _device: None) -> None:
     ranks that are forked from this process need not do it."""
     import torch
 
+    from tests.kit import DEVICE
+
+    if DEVICE.type != "cpu":
+        return  # a backward starts a thread for each device, and a process with such threads cannot be forked
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     model.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -140,8 +145,10 @@ def _compiler(_warm: None) -> None:
     """Do once what torch imports and prepares at a first compilation (a second), so that ranks need not do it."""
     import torch
 
-    from tests.kit import Net, loss_of_tokens, make
+    from tests.kit import DEVICE, Net, loss_of_tokens, make
 
+    if DEVICE.type != "cpu":
+        return  # see `_warm`
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer looks at the grad of tensors that are no leaves
         for backend in ("eager", "aot_eager"):

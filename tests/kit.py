@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests import apart
 from tests.grids import EVERYTHING
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
@@ -27,9 +28,11 @@ from zeroshard.testing import run_ranks
 PLANS = (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3)
 VOCAB, WIDTH, HIDDEN, LENGTH = 23, 19, 37, 5
 
+if os.environ.get("ZEROSHARD_TEST_DEVICE") == apart.NAME:
+    apart.load()
 DEVICE = torch.device(os.environ.get("ZEROSHARD_TEST_DEVICE", "cpu"))
-"""The device of the models and inputs of this file. "cuda" is the current CUDA device of each rank. Outcomes are on the
-CPU."""
+"""The device of the models and inputs of this file. "cuda" is the current CUDA device of each rank; "apart" is that of
+`tests/apart`. Outcomes are on the CPU."""
 
 SMALL = 1280
 """Storages of at most so many bytes are not counted: they hold numbers, not parameters."""
@@ -188,7 +191,7 @@ class Job:
     model: Callable[[], nn.Module] = Net
     loss_of: Callable[..., Tensor] = loss_of_tokens
     units: Any = Block
-    steps: int = 3 if EVERYTHING or DEVICE.type == "cuda" else 2
+    steps: int = 3 if EVERYTHING or DEVICE.type != "cpu" else 2
     micro_batches: int = 1
     reduce_every_micro_batch: bool = False
     max_norm: float | None = None
@@ -316,7 +319,7 @@ def same_bits(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
-        and torch.equal(_bits(a[name]), _bits(b[name]))
+        and torch.equal(_bits(a[name].cpu()), _bits(b[name].cpu()))
         for name in a
     )
 

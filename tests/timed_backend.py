@@ -13,9 +13,9 @@ exposes a program that is right only because gloo is quick:
 
 The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order.
 
-CUDA tensors take part as with NCCL: a stream of the group reads and writes them, from what the program had queued at
-the issue on, and `wait` makes the current stream wait for it. The data pass through the host. So several ranks can use
-one GPU, which NCCL refuses.
+Tensors of an accelerator take part as with NCCL: a stream of the group reads and writes them, from what the program had
+queued at the issue on, and `wait` makes the current stream wait for it. The data pass through the host. So several
+ranks can use one GPU, which NCCL refuses.
 
     ZEROSHARD_TEST_BACKEND=late pytest tests/...        for every group that the tests create
 """
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -88,16 +88,16 @@ class Timed(dist.Work):
         self.is_written = False
         self._future: Any = None
         device = (*inputs, *outputs)[0].device
-        self._stream = group.stream(device) if device.type == "cuda" else None
-        self._begin = torch.cuda.current_stream(device).record_event() if self._stream is not None else None
+        self._stream = group.stream(device) if device.type != "cpu" else None
+        self._begin = torch.accelerator.current_stream(device).record_event() if self._stream is not None else None
         self._end: Any = None
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Inside, CUDA operations run on the group's stream, after what the program had queued at the issue."""
+        """Inside, operations run on the group's stream, after what the program had queued at the issue."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_event(self._begin)
-        return torch.cuda.stream(self._stream)
+        return cast(AbstractContextManager[Any], self._stream)
 
     def get_future(self) -> Any:
         """For torch DDP, which waits for the future without calling `wait`: outputs are written once the data have
@@ -153,7 +153,7 @@ class Timed(dist.Work):
             if ALL.latest is self:
                 ALL.latest = None
         if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._end)
+            torch.accelerator.current_stream(self._stream.device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -257,9 +257,9 @@ class TimedGroup(dist.ProcessGroup):
         self._stream: Any = None
 
     def stream(self, device: torch.device) -> Any:
-        """A CUDA stream on which the collectives of this group read and write."""
+        """A stream on which the collectives of this group read and write."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.Stream(device)
         return self._stream
 
     def getBackendName(self) -> str:
@@ -450,6 +450,6 @@ def timed_ranks(timing: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROSHARD_TEST_BACKEND", timing)
         patch.setattr("zeroshard.testing.BACKEND", NAME)
-        if DEVICE.type == "cuda":
+        if DEVICE.type != "cpu":
             patch.setattr("zeroshard.comm.backends._hardware", lambda device: "")  # ranks may share a GPU
         yield

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _world
 
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
-from tests.kit import PLANS, SCHEDULES, WIDTH, Block, Job, Net, loss_of_tokens, make
+from tests.kit import DEVICE, PLANS, SCHEDULES, WIDTH, Block, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
 from zeroshard.comm.mesh import Mesh
@@ -275,7 +275,7 @@ def test_an_evaluation_or_a_second_forward_changes_no_later_step(has_root: bool)
         model = make(partial(Net, blocks=4) if has_root else lambda: torch.nn.Sequential(*(Block() for _ in range(4))))
         handle = zeroshard.shard(model, zeroshard.ZERO3, units=Block)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        inputs = torch.arange(6).view(2, 3) if has_root else torch.ones(2, 3, WIDTH)
+        inputs = (torch.arange(6).view(2, 3) if has_root else torch.ones(2, 3, WIDTH)).to(DEVICE)
 
         def gathers(forwards: int = 1) -> Counter[tuple[str, str]]:
             handle.comm_log.clear()

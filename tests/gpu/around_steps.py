@@ -93,7 +93,7 @@ def park(checks: Checks, setting: Setting) -> None:
                 training.step(0)
             before = _allocated()
             parked.handle.park()
-            if DEVICE.type == "cuda":
+            if DEVICE.type != "cpu":
                 weights = sum(parameter.nbytes for parameter in make(Net).parameters())
                 checks.expect(f"{plan}: memory is freed", before - _allocated() >= weights, before - _allocated())
             parked.handle.unpark()
@@ -105,7 +105,7 @@ def park(checks: Checks, setting: Setting) -> None:
 
 
 def _allocated() -> int:
-    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+    return torch.accelerator.memory_allocated() if DEVICE.type != "cpu" else 0
 
 
 def join(checks: Checks, setting: Setting) -> None:

@@ -34,7 +34,7 @@ class Setting:
 
     @property
     def is_small(self) -> bool:
-        return self.device == "cpu"
+        return self.device != "cuda"
 
 
 class Checks:

@@ -24,6 +24,7 @@ from tests.gpu.worlds import (
     one_rank,
 )
 from tests.kit import DEVICE, PLANS, Job, Outcome, train
+from tests.timed_backend import register
 from zeroshard.comm.alike import as_terms
 from zeroshard.errors import Error
 from zeroshard.layout.exact import add_exactly
@@ -75,6 +76,8 @@ def _last_line(checks: Checks, what: str, *arguments: str) -> str:
 
 
 def _started_by_init(checks: Checks, setting: Setting) -> None:
+    if setting.device != "cuda":
+        register()
     device = zeroshard.init()
     try:
         checks.expect_equal("the device that `zeroshard.init()` returns", device.type, setting.device)
@@ -231,7 +234,7 @@ def _bits_of_norms(plan: object, inputs: torch.Tensor, runs: int, *, changes: bo
 
 def sanitizer(checks: Checks, setting: Setting) -> None:
     """With TORCH_CUDA_SANITIZER=1 an operation that races with another raises."""
-    if setting.device == "cpu":
+    if setting.device != "cuda":
         checks.expect("a seeded race is found (control)", _race_is_found(), "by the handler of events alone")
         return
     with one_rank(setting.device), exchanging_alone():
@@ -326,7 +329,7 @@ def _tell_tests(checks: Checks, what: str, status: int, output: str) -> None:
 
 def run_pytest(timing: str, *arguments: str) -> tuple[int, str]:
     """Its status and output. Only pytest is needed, none of the plugins that `pyproject.toml` has options for."""
-    of_pytest = ["-c", "tests/gpu/suites.ini", "--rootdir", str(ROOT), "-q", *arguments]
+    of_pytest = ["-c", "tests/gpu/suites.ini", "--rootdir", str(ROOT), "--confcutdir", str(ROOT), "-q", *arguments]
     status, output = run_python("-m", "pytest", *of_pytest, variables={"ZEROSHARD_TEST_BACKEND": timing})
     print(output, flush=True)
     return status, output

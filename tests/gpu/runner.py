@@ -3,6 +3,7 @@
     python -m tests.gpu.runner                                  every piece, on one GPU or several
     python -m tests.gpu.runner --pieces one-rank memory         some pieces
     python -m tests.gpu.runner --device cpu                     small sizes without a GPU: tests the pieces themselves
+    python -m tests.gpu.runner --device apart                   the same on the device of `tests/apart`
 
 Each piece runs in a process of its own, with a time limit, so that a crash or a hang loses only that piece. The report
 is rewritten after each piece. Exit status: 0 if nothing failed, 1 if a piece failed, 2 if there is no GPU.
@@ -36,7 +37,7 @@ _LOG_LINES = 40
 
 @dataclass(frozen=True)
 class Piece:
-    """`seconds`: its time limit. `variables`: of its environment. `module`: has the function of that name."""
+    """`seconds`: its time limit. `variables`: of its environment on a GPU. `module`: has the function of that name."""
 
     name: str
     what: str
@@ -108,7 +109,7 @@ def run(piece: Piece, device: str, num_gpus: int, folder: Path, popen: type[subp
         "ZEROSHARD_TEST_DEVICE": device,
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # else `is_available()` makes later forks unable to use CUDA
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same bits on every stream
-        **piece.variables,
+        **(piece.variables if device == "cuda" else {}),
     }
     began = time.monotonic()
     with log.open("w") as file:
@@ -212,7 +213,9 @@ def main(arguments: Sequence[str] | None = None, popen: type[subprocess.Popen[An
         return 2
     options.report.parent.mkdir(parents=True, exist_ok=True)
     folder = options.report.parent.resolve()
-    machine = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "CPU, small sizes"
+    machine = (
+        " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or f"{options.device}, small sizes"
+    )
     print(f"{machine}. Report and output: {folder}", flush=True)
     results: list[Result] = []
     for piece in options.pieces:
@@ -235,7 +238,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     by_name = {piece.name: piece for piece in PIECES}
     every = "\n".join(f"{piece.name}: {piece.what}" for piece in PIECES)
     parser.add_argument("--pieces", nargs="+", choices=by_name, default=list(by_name), metavar="NAME", help=every)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu", "apart"), default="cuda")
     parser.add_argument("--report", type=Path, default=REPORT, help="the Markdown file; logs are written beside it")
     options = parser.parse_args(arguments)
     options.pieces = [by_name[name] for name in options.pieces]

@@ -41,7 +41,7 @@ VERDICTS = {
 def test_each_piece_passes_in_its_cpu_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_file, "POPEN", Forked)
     piece = next(piece for piece in PIECES if piece.name == name)
-    result = run(replace(piece, variables={}), "cpu", 0, tmp_path, Forked)
+    result = run(piece, "cpu", 0, tmp_path, Forked)
     assert result.verdict == "passed", (result.rows, result.log.read_text())
     assert any(row["kind"] == "check" for row in result.rows)
 

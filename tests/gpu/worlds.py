@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 import zeroshard
-from tests.on_cuda import ranks_on_cuda
+from tests.on_device import ranks_on_cuda
 from tests.timed_backend import NAME, register, timed_ranks
 from zeroshard.comm import native_transport
 from zeroshard.comm.mesh import Axis, Mesh, _new_group
@@ -86,7 +86,7 @@ def exchanging_alone() -> Iterator[None]:
 def one_rank(device: str, timing: str = "late") -> Iterator[None]:
     """A world of one in this process: over NCCL, or on a CPU over the backend of `tests/timed_backend.py`."""
     with pytest.MonkeyPatch.context() as environment:
-        if device == "cpu":
+        if device != "cuda":
             register()
             environment.setenv("ZEROSHARD_TEST_BACKEND", timing)
             dist.init_process_group(NAME, store=HashStore(), rank=0, world_size=1)
@@ -112,7 +112,7 @@ def on_shared_device(timing: str, fn: Callable[..., Any], num_ranks: int, *args:
 
 def on_own_devices(device: str, fn: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
     """`run_ranks` over NCCL, each rank on its own GPU; on a CPU as `on_shared_device`."""
-    if device == "cpu":
+    if device != "cuda":
         return on_shared_device("random-3", fn, num_ranks, *args)
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one

@@ -96,14 +96,13 @@ def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
 
 
 def random_state() -> dict[str, Any]:
-    """The random state of Python, of numpy (if it has been imported), and of torch on the CPU and this rank's GPU."""
+    """The random state of Python, of numpy (if it has been imported), and of torch on the CPU and this rank's
+    accelerator."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return state | {name: device.get_rng_state() for name, device in _accelerator() if device.is_initialized()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -111,5 +110,15 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, device in _accelerator():
+        if name in state:
+            device.set_rng_state(state[name])
+
+
+def _accelerator() -> list[tuple[str, Any]]:
+    """The type of this machine's accelerator, and torch's module for it: [("cuda", torch.cuda)] for example. Empty
+    where there is none, or none with random numbers of its own."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type == "mps":  # torch.mps cannot say whether it is in use
+        return []
+    return [(found.type, torch.get_device_module(found))]

@@ -29,7 +29,7 @@ def norms_of_pieces(
     """
     for piece_dtype in {piece.dtype for _, piece in pieces}:
         dtype = torch.promote_types(dtype, piece_dtype)
-    if not pieces or pieces[0][1].is_cuda:
+    if not pieces or not pieces[0][1].is_cpu:
         return _together(pieces, norm_type, dtype)
     # On a CPU by rows, see `norms.py`.
     short, rows = [], []

@@ -46,7 +46,7 @@ def join_remainder(weight: Tensor, remainder: Tensor, out: Tensor) -> None:
     bits.add_(remainder)
     # Such pairs give NaN. On a CPU a sum is a cheaper test than `where`; on a GPU reading the sum would make the host
     # wait.
-    if out.is_cuda or not math.isfinite(out.sum()):
+    if not out.is_cpu or not math.isfinite(out.sum()):
         torch.where(out.isnan(), weight.to(out.dtype), out, out=out)
 
 
@@ -65,7 +65,7 @@ def follow_weights(
     """Set `main` to `weights` (of the same shape) where they differ from `rounded(main)`. See [Note: written weights].
     Returns False if they differ nowhere. `held`: scratch like `weights`."""
     held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
-    if not main.is_cuda and have_same_bits(held, weights):
+    if main.is_cpu and have_same_bits(held, weights):
         return False
     main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
     return True

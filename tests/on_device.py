@@ -1,0 +1,74 @@
+"""Ranks that use a device, forked by tests of a process that does not: a process that has used CUDA cannot fork any."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.kit import DEVICE
+from zeroshard import testing
+
+
+class _ToHost(pickle.Pickler):
+    """Pickles tensors of a device as CPU tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_elsewhere = isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+        return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if is_elsewhere else NotImplemented
+
+
+class _Pickle:
+    """In place of the module `pickle` in `zeroshard.testing`."""
+
+    loads = staticmethod(pickle.loads)
+
+    @staticmethod
+    def dumps(value: Any) -> bytes:
+        file = io.BytesIO()
+        _ToHost(file).dump(value)
+        return file.getvalue()
+
+
+@contextmanager
+def ranks_on_cuda() -> Iterator[None]:
+    """Inside, `run_ranks` may be called for functions that use CUDA: their results come back in host memory, and this
+    process takes CUDA for absent. (An optimizer's step asks a CUDA device that is available whether a graph is being
+    captured, and so would initialise it.) Needs PYTORCH_NVML_BASED_CUDA_CHECK=1."""
+    here, available = os.getpid(), torch.cuda.is_available
+    with (
+        patch("torch.cuda.is_available", lambda: os.getpid() != here and available()),
+        patch("zeroshard.testing.pickle", _Pickle),
+    ):
+        yield
+
+
+@contextmanager
+def tests_on_device() -> Iterator[None]:
+    """Inside, ranks of `run_ranks` make their tensors on `DEVICE`. A test that runs a backward in this process is
+    skipped: torch starts a thread for each device there is, and later ranks could not run a backward."""
+    here, rank_main, run_backward = os.getpid(), testing._rank_main, torch.autograd._engine_run_backward
+
+    def on_device(*arguments: Any) -> None:
+        torch.set_default_device(DEVICE)
+        rank_main(*arguments)
+
+    def elsewhere(*arguments: Any, **options: Any) -> Any:
+        if os.getpid() == here:
+            pytest.skip("it runs a backward in the process that forks ranks")
+        return run_backward(*arguments, **options)
+
+    with (
+        patch.object(testing, "_rank_main", on_device),
+        patch.object(testing, "pickle", _Pickle),
+        patch.object(torch.autograd, "_engine_run_backward", elsewhere),
+        ranks_on_cuda() if DEVICE.type == "cuda" else nullcontext(),
+    ):
+        yield
