@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
@@ -292,6 +293,20 @@ def test_loops_of_plain_torch_do_the_same(expected: list[dict[str, Tensor]]) -> 
         for weights, _ in results:
             difference = largest_difference(weights, of_loop[loop])
             assert difference < 1e-10, f"{loop.__name__} under {plan}: weights differ by {difference}"
+
+
+@on_ranks(4)
+def test_a_gradient_set_by_hand_is_averaged_over_a_mesh_of_two_axes(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for plan in PLANS:
+        model = build()
+        handle = zeroshard.shard(model, plan, units=nn.Linear, mesh=mesh)
+        before = handle.full_state_dict()
+        for p in model.parameters():
+            p.grad = torch.full(p.shape, float(rank), dtype=p.dtype)
+        zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0).step()
+        for name, after in handle.full_state_dict().items():
+            torch.testing.assert_close(before[name] - after, torch.full(after.shape, 1.5, dtype=after.dtype))
 
 
 class Deaf(Run):
