@@ -237,6 +237,74 @@ def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path
     assert run_ranks(check, 2) == [[], []]
 
 
+class Frozen(Awkward):
+    """With a parameter that an optimizer has, and that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain.requires_grad_(False)
+
+
+def all_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As `muon_and_adamw`, with the frozen parameters."""
+    matrices = muon_and_adamw(model)[0]
+    chosen = {id(p) for p in matrices["params"]}
+    return [matrices, {"params": [p for p in model.parameters() if id(p) not in chosen]}]
+
+
+class Holding(Run):
+    """With a tensor among the hyper-parameters, and one in `extra`."""
+
+    def __init__(self, rank: int, model: type[nn.Module] = Awkward) -> None:
+        super().__init__(rank, "zero1", "fp32", Kind(model, groups=all_groups))
+        self.optimizer.param_groups[0]["more"] = torch.arange(3.0)
+        self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {**super().extra, "average": self.average}
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        groups = {f"group {n}": group["more"] for n, group in enumerate(self.optimizer.param_groups) if "more" in group}
+        random = {"random": torch.get_rng_state()}
+        state = {**self.state(), **dict(self.model.named_buffers()), **self.average.state_dict(), **groups, **random}
+        return {name: value.clone() for name, value in state.items()}
+
+
+def test_damage_of_any_tensor_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    """Parameters, buffers, states, hyper-parameters, `extra` and random numbers: each is damaged in turn."""
+
+    def check(rank: int) -> list[str]:
+        seed_all(rank)
+        Holding(rank).train(range(2)).save(tmp_path, 1)
+        run, bad = Holding(rank, Frozen), []
+        with reader.Reader(tmp_path / "step-1") as opened:
+            found = [
+                (name, *next(opened.chunks(entry))) for name, entry in opened.manifest.tensors.items() if entry.numel
+            ]
+            files = [tmp_path / "step-1" / file.name for file in opened.manifest.files]
+        assert {name.split("/")[0] for name, *_ in found} == {"model", "optimizer", "scalar", "group", "extra", "rank"}
+        before = run.everything()
+        for name, number, chunk in found:
+            run.handle.engine.collectives.wait_for_all()
+            flip(files[number], chunk.offset) if rank == 0 else None
+            run.handle.engine.collectives.wait_for_all()
+            try:
+                run.load(tmp_path)
+                bad.append(f"{name} was accepted")
+            except zeroshard.CheckpointError as error:
+                bad += [] if files[number].name in str(error) else [str(error)]
+            bad += [] if same_bits(run.everything(), before) else [f"{name}: something has been changed"]
+            run.handle.engine.collectives.wait_for_all()
+            flip(files[number], chunk.offset) if rank == 0 else None
+        run.handle.engine.collectives.wait_for_all()
+        run.load(tmp_path)
+        assert not same_bits(run.everything(), before)
+        return bad
+
+    assert run_ranks(check, 2) == [[], []]
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 4

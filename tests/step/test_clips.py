@@ -185,21 +185,28 @@ def test_clips_of_weighted_losses() -> None:
 def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it() -> None:
     """The ranks agree at the clip. A rank that then read its peers' memory found what they had stepped already."""
 
-    def read_in_scope(steps: Steps) -> dict[str, Tensor]:
+    def in_scope(steps: Steps) -> dict[str, Tensor]:
         with steps.handle.unsharded():
-            return {name: value.detach().clone() for name, value in steps.model.named_parameters()}
+            return cloned(dict(steps.model.named_parameters()))
+
+    def in_forward(steps: Steps) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"output": steps.model(torch.ones(5, 8))}
+
+    def cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in values.items()}
 
     def check(rank: int) -> None:
-        for number in range(40):
+        for number in range(60):
+            read = (lambda steps: cloned(steps.weights()), in_scope, in_forward)[number % 3]
             steps = Steps(rank, 2, zeroshard.ZERO3)
-            expected = {name: value.clone() for name, value in steps.weights().items()}
+            expected = read(steps)
             steps.backward()
             steps.norm(0.1)
-            found = read_in_scope(steps) if number % 2 else steps.weights()
-            found = {name: value.clone() for name, value in found.items()}
+            found = read(steps)
             steps.optimizer.step()
             assert all(torch.equal(found[name], value) for name, value in expected.items()), number
-            assert not torch.equal(steps.weights()["0.weight"], expected["0.weight"])
+            assert not any(torch.equal(after, expected[name]) for name, after in read(steps).items())
 
     run_ranks(check, 2)
 
