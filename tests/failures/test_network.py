@@ -20,8 +20,9 @@ from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.comm.blame import Seen, blame
-from zeroshard.comm.notices import Beat
-from zeroshard.comm.processes import Who
+from zeroshard.comm.notices import Beat, Notices
+from zeroshard.comm.peers import Peers
+from zeroshard.comm.processes import Who, _stat
 from zeroshard.comm.store_line import Silent, StoreLine
 
 TIMEOUT = 5.0
@@ -109,10 +110,17 @@ def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
     if child == 0:
         os._exit(0)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
-    gone = Who(me.host, child, 1, me.name)
-    assert gone.state == "ended"
+    gone = Who(me.host, child, _stat(child)[1], me.name)
+    assert gone.is_neighbour_of(me) and gone.state == "ended"
     os.waitpid(child, 0)
     assert gone.is_neighbour_of(me) and gone.state == "ended"
+
+
+def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:
+    me = Who.this()
+    peers = Peers(0, 3, Notices(0, 3))
+    peers._know({0: me, 1: me, 2: who(ELSEWHERE, "b")})
+    assert peers.neighbours == {1: me}
 
 
 def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:

@@ -380,6 +380,7 @@ def test_an_empty_parameter_is_no_trouble(cls: Any) -> None:
         (lambda p: Lars(p, weight_decay=math.nan), "weight_decay must be at least 0 and finite, found nan"),
         (lambda p: Lars(p, momentum=1.0), "momentum must be at least 0 and below 1, found 1.0"),
         (lambda p: Lars(p, trust_coefficient=-1.0), "trust_coefficient must be at least 0"),
+        (lambda p: Lars(p, eps=-1.0), "eps must be at least 0"),
         (lambda p: Lars([{"params": p, "lr": -2.0}]), "lr must be at least 0 and finite, found -2.0"),
         (lambda p: Lamb([]), "empty parameter list"),
     ],

@@ -21,6 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
+    "fp32, 16-bit gradients": MixedPrecision(FP32, BF16, None, FP32),
     "bf16": "bf16",
     "bf16, 16-bit gradients": MixedPrecision(grad=BF16),
     "bf16, 16-bit gradients summed in fp32": MixedPrecision(grad=BF16, reduce=FP32),
