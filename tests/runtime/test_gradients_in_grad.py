@@ -10,6 +10,7 @@ under two plans, each rank with its own losses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import Gated, largest_difference, loss_of_tokens, make, with_plans
+from tests.kit import Gated, largest_difference, loss_of_tokens, make, same_bits, with_plans
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
@@ -307,6 +308,42 @@ def test_a_gradient_set_by_hand_is_averaged_over_a_mesh_of_two_axes(rank: int) -
         zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0).step()
         for name, after in handle.full_state_dict().items():
             torch.testing.assert_close(before[name] - after, torch.full(after.shape, 1.5, dtype=after.dtype))
+
+
+class Unused(nn.Module):
+    """With parameters that no rank uses: they have no `p.grad`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loss_that_the_model_discards_leaves_nothing(num_ranks: int) -> None:
+    """`model.zero_grad()` cannot see the zeros of what no rank has used. With them the loss would keep its weight."""
+
+    def trained(rank: int, plan: str, weight: float | None, *, discards: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Unused().double()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        if discards:
+            optimizer.backward(model(batch(rank, 0)).square().mean(), weight=weight and 3 * weight)
+            model.zero_grad()
+            assert not handle.engine.has_gradients()
+        optimizer.backward(model(batch(rank, 1)).square().mean(), weight=weight)
+        optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int) -> None:
+        for plan, weight in itertools.product(PLANS, (None, 0.5)):
+            found = [trained(rank, plan, weight, discards=discards) for discards in (False, True)]
+            assert same_bits(*found), (plan, weight)
+
+    run_ranks(check, num_ranks)
 
 
 class Deaf(Run):
