@@ -182,6 +182,26 @@ def test_clips_of_weighted_losses() -> None:
     run_ranks(check, 2)
 
 
+def test_clipped_gradients_are_rounded_to_mains_dtype_alone() -> None:
+    """Gradients of 16 bits times the factor would be rounded twice."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            torch.manual_seed(0)
+            model = nn.Linear(8, 6)
+            handle = zeroshard.shard(model, plan, precision=zeroshard.MixedPrecision(grad=torch.bfloat16))
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+            before = handle.full_state_dict(main=True)
+            model(torch.full((5, 8), 1.0 + rank)).square().sum().backward()
+            gradients = {name: handle.gradient(name).float() for name in before}
+            factor = 0.1 / optimizer.clip_grad_norm_(0.1).item()
+            optimizer.step()
+            for name, after in handle.full_state_dict(main=True).items():
+                torch.testing.assert_close(before[name] - after, gradients[name] * factor, rtol=1e-4, atol=1e-6)
+
+    run_ranks(check, 2)
+
+
 def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it() -> None:
     """The ranks agree at the clip. A rank that then read its peers' memory found what they had stepped already."""
 
