@@ -115,6 +115,42 @@ def test_state_may_be_numbers_of_numpy(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+class Keeping(torch.optim.SGD):
+    """Keeps the sum of its gradients in fp64, under a name that may be no good one."""
+
+    key: Any = "sum"
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            nothing = torch.zeros_like(parameter, dtype=torch.float64)
+            self.state[parameter].setdefault(self.key, nothing).add_(parameter.grad)
+
+
+def test_state_in_another_dtype_than_main_stays_in_it(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        job, other = Job(rank, Keeping), Job(rank, Keeping)
+        job.step(0)
+        job.save(tmp_path)
+        other.load(tmp_path)
+        for mine, theirs in zip(job.optimizer.state.values(), other.optimizer.state.values(), strict=True):
+            assert theirs["sum"].dtype == torch.float64 and torch.equal(mine["sum"], theirs["sum"])
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("key", ["a/b", 7])
+def test_state_whose_name_no_file_can_have_is_refused(tmp_path: Path, key: Any) -> None:
+    def check(rank: int) -> None:
+        job = Job(rank, type("Odd", (Keeping,), {"key": key}))
+        job.step(0)
+        with pytest.raises(ValueError, match=rf"{key!r} of (weight|bias): its name must be a text without '/'"):
+            job.save(tmp_path)
+
+    run_ranks(check, 1)
+    assert not list(tmp_path.iterdir())
+
+
 KEPT: dict[str, Any] = {
     "lr": torch.tensor(0.25, dtype=torch.float64),
     "betas": (torch.tensor(0.5), torch.tensor(0.75)),
@@ -166,6 +202,7 @@ def test_what_torch_keeps_in_a_group_is_kept(tmp_path: Path) -> None:
         for job in (Job(rank), Job(rank, lr=torch.tensor(0.5))):
             assert differing(job.group) == [*KEPT]
             job.group |= {"several": "another", "set": None, "one": torch.zeros(1, 1, dtype=torch.int16)}
+            job.group |= {"never": torch.zeros(3), "betas": (0.5,)}
             job.load(tmp_path)
             assert differing(job.group) == []
 
