@@ -188,3 +188,26 @@ def test_a_checkpoint_of_other_groups_is_still_refused(tmp_path: Path) -> None:
             other.optimizer.load_state_dict(run.optimizer.state_dict())
 
     run_ranks(check, 2)
+
+
+def test_a_load_follows_what_trains_again_since_shard(tmp_path: Path) -> None:
+    """Frozen weights are their main, in bf16: the fp32 values of the checkpoint would not fit."""
+
+    def begun(*, frozen: bool) -> tuple[nn.Module, zeroshard.Handle, zeroshard.ShardedOptimizer]:
+        model = build()
+        model[0].requires_grad_(not frozen)
+        handle = zeroshard.shard(model, "zero2", units=nn.Linear, precision="bf16")
+        return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2)
+
+    def check(rank: int) -> None:
+        model, handle, optimizer = begun(frozen=False)
+        model(batch(rank, 0)).square().mean().backward()
+        optimizer.step()
+        zeroshard.save(tmp_path, handle, optimizer, step=1)
+        model, other, its_optimizer = begun(frozen=True)
+        model[0].requires_grad_(True)
+        zeroshard.load(tmp_path, other, its_optimizer)
+        assert same_bits(other.full_state_dict(main=True), handle.full_state_dict(main=True))
+        assert equal_states(its_optimizer.state_dict(), optimizer.state_dict())
+
+    run_ranks(check, 2)
