@@ -74,6 +74,8 @@ def test_a_latest_step_without_its_manifest_is_not_passed_over(tmp_path: Path) -
     manifest, problems = newest_good(tmp_path)
     assert manifest is not None and manifest.step == 6, "an earlier step, not a later one of a previous run"
     assert len(problems) == 1 and "step-9/manifest.json does not exist" in problems[0]
+    folders.sweep(tmp_path)
+    assert (tmp_path / "step-9").is_dir()  # it has not been taken for what an interrupted save has left
     files.remove_folder(tmp_path / "step-9")
     assert find(tmp_path, None).name == "step-12"
     assert newest_good(tmp_path)[1] == []

@@ -137,7 +137,7 @@ class StateKinds:
 
     def options(self, parameter: Tensor) -> dict[str, Any]:
         group: dict[str, Any] = self._optimizer.param_groups[self._groups[id(parameter)]]
-        return {key: value for key, value in group.items() if key != "params"}
+        return group
 
     def __getitem__(self, parameter: Tensor) -> dict[str, bool]:
         group = self._groups[id(parameter)]

@@ -71,9 +71,8 @@ class Inner:
     def elementwise(self, group: int) -> dict[str, bool]:
         """See `is_elementwise_state`."""
         if group not in self._elementwise:
-            options = {key: value for key, value in self.groups[group].items() if key != "params"}
             of_class, defaults = self._assignment.optimizer_class, self._assignment.defaults
-            self._elementwise[group] = is_elementwise_state(of_class, options, defaults)
+            self._elementwise[group] = is_elementwise_state(of_class, self.groups[group], defaults)
         return self._elementwise[group]
 
     def state_of(self, tensor: Tensor) -> dict[str, Any]:
@@ -226,8 +225,9 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
     create for that matrix are left out; all keys, if it cannot step a matrix.
 
     Args:
-        options: of a param group; defaults: what the class was built with.
+        options: a param group; defaults: what the class was built with.
     """
+    options = {key: value for key, value in options.items() if key != "params"}
     implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
     # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
     with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
