@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import zeroshard
-from tests.kit import Block, Net, loss_of_tokens, make, plans_of, same_bits
+from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.runtime.test_full_state import start
+from tests.together import on_ranks
 from zeroshard.storage.unit import Unit
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -75,3 +76,17 @@ def test_a_close_that_fails_half_way_abandons_the_handle(monkeypatch: pytest.Mon
                     parameter.sum()
 
     run_ranks(check, 2)
+
+
+@on_ranks(2)
+def test_a_closed_model_accumulates_gradients_in_its_own_dtype(rank: int) -> None:
+    """While it is sharded, a 16-bit model has gradients in fp32."""
+    for plan in PLANS:
+        model = make(Net).bfloat16()
+        handle = zeroshard.shard(model, plan, units=Block)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1).step()
+        handle.close()
+        loss_of_tokens(model, rank, 0, 1).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
