@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -308,6 +309,43 @@ def test_a_gradient_set_by_hand_is_averaged_over_a_mesh_of_two_axes(rank: int) -
         zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0).step()
         for name, after in handle.full_state_dict().items():
             torch.testing.assert_close(before[name] - after, torch.full(after.shape, 1.5, dtype=after.dtype))
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_set_after_a_discarded_loss_has_not_its_weight(rank: int) -> None:
+    """The model has discarded its gradients, or its backward has raised. What was set was divided by the weight."""
+    for plan, raises in itertools.product(PLANS, (False, True)):
+        run = Run(rank, plan)
+        assert run.handle is not None
+        before, hooks = run.weights(), [run.model[0].weight.register_hook(fail)] if raises else []
+        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+            run.optimizer.backward(run.loss(0), weight=2.0)
+        for hook in hooks:
+            hook.remove()
+        run.model.zero_grad()
+        run.handle.set_gradient("0.weight", torch.ones(16, 6, dtype=torch.float64))
+        run.optimizer.step()
+        for name, after in run.weights().items():
+            moved = 0.1 if name == "0.weight" else 0.0
+            torch.testing.assert_close(before[name] - after, torch.full_like(after, moved))
+
+
+@on_ranks(2)
+def test_a_loss_whose_backward_raised_does_not_count_for_one_computed_before(rank: int) -> None:
+    for plan in PLANS:
+        found = []
+        for fails in (False, True):
+            run = Run(rank, plan)
+            losses = run.loss(0), run.loss(1)
+            if fails:
+                hook = run.model[0].weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    run.optimizer.backward(losses[0], weight=3.0)
+                hook.remove()
+            run.optimizer.backward(losses[1], weight=1.0)
+            run.optimizer.step()
+            found.append(run.weights())
+        assert same_bits(*found), plan
 
 
 class Unused(nn.Module):

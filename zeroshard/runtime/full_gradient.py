@@ -34,6 +34,7 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     shape = unit.layout.slots[index].shape
     if tuple(values.shape) != shape:
         raise InvalidValue(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
+    engine.hooks.schedule.expect_to_begin()  # discards the gradients of a backward that has raised
     expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
     engine.reducer.set_gradient(unit, index, values)
 

@@ -117,6 +117,11 @@ class LossLedger:
         for account in self._accounts:
             account.clear()
 
+    def discard_losses(self) -> None:
+        """All gradients have been discarded, or a backward has raised: gradients that are set later have no weight."""
+        for account in self._accounts:
+            account.discard()
+
     def expect_one_scale(self) -> None:
         """Raises:
         ValueError: the current loss has another scale than earlier ones, and its gradients cannot be rescaled."""
@@ -189,8 +194,12 @@ class LossAccount:
 
     def clear(self) -> None:
         """Forget the losses: their gradients have been used or discarded."""
-        self.weight = None
-        self._losses, self._used = [], []
+        self.discard()
+        self._used = []
+
+    def discard(self) -> None:
+        """Forget the losses, but not which scalers they have used: in a step these are the same on every rank."""
+        self.weight, self._losses = None, []
 
     def use_as(self, used: Sequence[LossScaler], weight: float) -> None:
         """On a follower of a join: use the scalers of the other ranks' losses, and `weight` if this rank has no losses.

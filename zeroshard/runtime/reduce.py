@@ -316,7 +316,7 @@ class Reducer:
             for parameter in unit.parameters:
                 parameter.grad = None
         self.visible.changed()
-        self.forget_losses()
+        self.ledger.discard_losses()
         return adds
 
     def _finish(self) -> None:

@@ -235,6 +235,8 @@ class VisibleGradients:
         for unit, slots in gone.items():
             self._discard(unit, slots)
         if not any(self._shown.values()):
+            if not any(one is not None for unit in self._grads for one in unit.user_grads()):  # nothing in their place
+                self._ledger.discard_losses()
             for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
 
