@@ -200,6 +200,17 @@ def test_fragments_in_any_range_are_those_of_its_elements(layout: BufferLayout, 
     assert layout.slots_in(interval) == (range(touched[0], touched[-1] + 1) if touched else range(0))
 
 
+def test_empty_slots_at_the_ends_of_a_range_are_not_in_it() -> None:
+    layout = packed([(3,), (0,), (2,), (0,)], 1, alignment=16, slot_alignment=4)
+    assert [slot.world.start for slot in layout.slots] == [0, 4, 4, 8]
+    assert layout.slots_in(Interval(0, 16)) == range(3)
+    assert layout.slots_in(Interval(3, 16)) == range(2, 3)
+
+
+def test_a_piece_that_is_larger_than_a_batch_is_one() -> None:
+    assert batches([5, 1, 2, 1], 3) == [range(1), range(1, 3), range(3, 4)]
+
+
 def test_more_ranks_than_elements_leaves_whole_ranks_empty() -> None:
     layout = packed([(), (0, 4), (2,)], 8, alignment=1, slot_alignment=1)
     assert (layout.numel, layout.shard_numel) == (8, 1)
