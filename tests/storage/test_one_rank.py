@@ -100,17 +100,17 @@ def _note(seen: dict[str, int], name: str, grad: Tensor) -> None:
 
 
 class Joined(nn.Module):
-    """The gradients of its parameters are parts of one tensor, and one is the gradient of an output as well."""
+    """Three gradients are parts of one tensor, which is the gradient of an output as well; that of `alone` is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(3))
+        self.a, self.b, self.c, self.alone = (nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.cat([self.a, self.b, self.c.view(2, 3).view(6)]).view(3, 6)
         out.retain_grad()
         self.out = [out]
-        return out @ x
+        return out @ x + (self.alone * x).sum()
 
 
 @on_ranks(1)
@@ -125,11 +125,12 @@ def test_memory_that_is_also_anothers_is_not_written_to(rank: int) -> None:
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
         kept: list[Tensor] = []
         model.a.register_hook(lambda grad: kept.append(grad))
+        model.alone.register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
         x = torch.arange(1.0, 7.0)
         model(x).square().sum().backward()
         reference(x).square().sum().backward()
-        own = [(kept[0], kept[0].clone()), (model.out[0].grad, model.out[0].grad.clone())]
-        assert handle.memory()["grads"] == 3 * 6 * 4
+        own = [*((one, one.clone()) for one in kept), (model.out[0].grad, model.out[0].grad.clone())]
+        assert handle.memory()["grads"] == 4 * 6 * 4
         factor = min(1.0, 1.0 / (float(optimizer.clip_grad_norm_(1.0)) + 1e-6))
         assert factor < 1
         optimizer.step()
