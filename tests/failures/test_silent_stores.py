@@ -1,5 +1,5 @@
 """The store of the process group does not answer, as whoever holds it is stopped, or has ended while its connections
-stay open; and a rank that is killed between its announcement and the read of its memory."""
+stay open, also at the start; and a rank that is killed between its announcement and the read of its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 import zeroshard
@@ -25,7 +25,13 @@ from tests.checkpoint.common import Run
 from tests.failures.common import Ranks, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import folders
+from zeroshard.comm import watch
+from zeroshard.comm.blame import Seen, blame
+from zeroshard.comm.found import holder_of
 from zeroshard.comm.messages import Messages
+from zeroshard.comm.notices import Beat, Notices
+from zeroshard.comm.peers import Peers
+from zeroshard.comm.processes import Who
 from zeroshard.comm.shared_memory import SharedMemory
 
 
@@ -37,6 +43,7 @@ def let_rank_0_hold_the_store(rank: int, timeout: float) -> None:
         before.set("port", str(store.port))
     else:
         store = TCPStore("127.0.0.1", int(before.get("port")), 2, is_master=False)
+    os.environ["MASTER_PORT"] = str(store.port)
     dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -141,3 +148,107 @@ def test_ranks_that_do_not_start_are_told_in_one_line(rank: int) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     said = rf"rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{port} within the timeout of 1 s: .*"
     assert re.fullmatch(said, done.stdout.strip()) and done.returncode == 0, done
+
+
+def starting_rank(rank: int, mark: Callable[[], Any], place: str) -> None:
+    """Rank 0 stops in `init`, or right after it. Rank 1 has not read yet which process rank 0 is."""
+    let_rank_0_hold_the_store(rank, 3.0)
+    start, Peers.find_neighbours = watch.start, lambda self, store: None  # type: ignore[method-assign]
+
+    def stop() -> None:
+        if rank == 0:
+            mark()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    if place == "in init":
+        watch.start = lambda: (stop(), start())[1]
+    zeroshard.init()
+    if place == "after init":
+        stop()
+    Run(rank, "zero1", "fp32").train([0])
+
+
+@pytest.mark.parametrize("place", ["in init", "after init"])
+def test_who_holds_the_store_is_stopped_at_the_start(place: str) -> None:
+    """The network was blamed, or nobody was named, and rank 0 was never woken."""
+    ended = Ranks(starting_rank, 2, place).finish(limit=60.0)
+    assert ended.statuses == [1, 1], ended
+    assert re.search(r"rank 0 \(process \d+ on .*\) has stopped", ended.said), ended
+
+
+def ending_rank(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 0 is killed after rank 1 has made its first connection, and before it makes the second."""
+    before = _get_default_store()
+    let_rank_0_hold_the_store(rank, 3.0)
+    come = Notices.come
+
+    def last(self: Notices, *arguments: Any) -> None:
+        come(self, *arguments)
+        if rank == 0:
+            before.set("pid", str(os.getpid()))
+            before.wait(["has come"])
+            mark()
+            os.kill(os.getpid(), signal.SIGKILL)
+        before.set("has come", "1")
+        wait_until(lambda: has_ended(int(before.get("pid"))))
+
+    Notices.come = last  # type: ignore[method-assign]
+    zeroshard.init()
+
+
+def test_who_held_the_store_has_ended_before_a_rank_has_connected_again() -> None:
+    """It tried to connect for two minutes."""
+    ended = Ranks(ending_rank, 2).finish(limit=60.0)
+    assert ended.statuses == [-signal.SIGKILL, 1], ended
+    assert "init: the store of the process group has closed its connections: the launcher or rank 0" in ended.said
+    assert ended.seconds_of_their_own() < AT_ONCE, ended
+
+
+def test_the_process_that_holds_a_store_is_found() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writer, str(server.port).encode())
+        signal.pause()
+    store = TCPStore("127.0.0.1", int(os.read(reader, 10)), is_master=False)
+    try:
+        found = holder_of(PrefixStore("of a group", store))
+        assert found is not None and (found.pid, found.state) == (pid, "runs")
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        assert found.state == "stopped"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0), os.close(reader), os.close(writer)
+    assert holder_of(store) is None
+    own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert holder_of(own) is None and holder_of(HashStore()) is None
+
+
+def test_a_rank_that_is_stopped_before_it_joins_is_named_and_woken() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    stopped = subprocess.Popen([sys.executable, "-c", stops], env={**os.environ, **place, "RANK": "1"})
+    os.waitpid(stopped.pid, os.WUNTRACED)
+    program = "import zeroshard\ntry:\n    zeroshard.init(timeout=1)\nexcept TimeoutError as error:\n    print(error)"
+    environment = {**os.environ, **place, "RANK": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert f"rank 1 (process {stopped.pid} on {socket.gethostname()}) had been stopped by a signal." in done.stdout, (
+        done
+    )
+    assert stopped.wait() == 0
+
+
+def test_a_rank_without_a_watch_is_blamed() -> None:
+    me, other = Who("here", 1, 1, "node1"), Who("here", 2, 1, "node1")
+    elsewhere = Seen(Beat(3, "at data.py:33 in read", None), 0.0, 0.0)
+    lines = blame(0, {0: me, 1: other}, {1: elsewhere}, {2: None, 3: None})
+    assert lines == [
+        "rank 1 (process 2 on node1) is at data.py:33 in read",
+        "no watch of ranks 2, 3: ended in zeroshard.init(), or has not called it",
+    ]
+    lines = blame(0, {0: me, 1: other}, {1: elsewhere}, {2: other})
+    assert lines == ["rank 2 (process 2 on node1) has stopped, in zeroshard.init()"]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
+from zeroshard.comm.found import holder_of
+from zeroshard.comm.store_line import Closed
 from zeroshard.errors import TookTooLong
 
 _WITHOUT_END = timedelta(days=20)
@@ -21,13 +25,19 @@ _WITHOUT_END = timedelta(days=20)
 allow."""
 _CONNECTING = timedelta(seconds=60)
 """How long a further connection to a store may take, if its timeout is shorter."""
+_LOOK_SECONDS = 0.5
+_NO_KEY = "zeroshard/no key"
 
 
-def connection_of_its_own(store: Any) -> Store:
+def connection_of_its_own(store: Any, patience: float | None = None) -> Store:
     """Another connection to the same store: a thread may be blocked in a wait on the first one.
+
+    Args:
+        patience: seconds for which whoever holds the store may be stopped meanwhile; None: the timeout of the store.
 
     Raises:
         TookTooLong: a TCPStore has accepted no further connection.
+        Closed: it has closed the one that there is.
     """
     if not can_wait(store):
         try:
@@ -42,16 +52,55 @@ def connection_of_its_own(store: Any) -> Store:
     timeout = store.timeout
     store.set_timeout(max(timeout, _CONNECTING))
     try:
-        own = store.clone()
-    except DistNetworkError as error:
+        own = _cloned(store, timeout.total_seconds() if patience is None else patience)
+    except (DistNetworkError, TimeoutError) as error:
         raise TookTooLong(
-            f"no further connection to the store of the process group: {error}. Look at the network between this host "
-            f"and the host of the store, at rank 0 or the launcher, whichever serves it, and at its limit of open files"
+            f"no further connection to the store of the process group: {str(error) or 'timed out'}"
         ) from error
     finally:
         store.set_timeout(timeout)
     own.set_timeout(timeout)
     return own
+
+
+def _cloned(store: Any, patience: float) -> Store:
+    """A clone of a TCPStore; errors and `patience` as of `connection_of_its_own`."""
+    result: Future[Store] = Future()
+
+    def clone() -> None:
+        try:
+            own = store.clone()
+        except BaseException as error:
+            _settle(result, error)
+        else:
+            with suppress(InvalidStateError):
+                result.set_result(own)
+
+    def look() -> None:
+        # Where nobody listens, torch tries to connect until its timeout, as whoever will listen may start later. Here
+        # the store was there before, and is gone if it has closed its connections.
+        while not wait([result], _LOOK_SECONDS).done:
+            try:
+                store.check([_NO_KEY])
+            except RuntimeError:
+                _settle(result, Closed("the store of the process group has closed its connections"))
+
+    for work in (clone, look):
+        threading.Thread(target=work, name="zeroshard connects", daemon=True).start()
+    waited = 0.0
+    for seconds in (patience, store.timeout.total_seconds()):
+        if wait([result], max(0.0, seconds - waited)).done:
+            return result.result()
+        waited = seconds
+        if (holder := holder_of(store)) is not None and holder.state == "stopped":
+            break
+    _settle(result, TimeoutError("timed out"))
+    return result.result()
+
+
+def _settle(result: Future[Any], error: BaseException) -> None:
+    with suppress(InvalidStateError):
+        result.set_exception(error)
 
 
 def can_wait(store: Any) -> bool:

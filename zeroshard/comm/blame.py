@@ -6,7 +6,7 @@ Reads neither the store nor the clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.comm.notices import Beat
@@ -18,6 +18,7 @@ OUTSIDE = "outside of the program's own lines"
 KILLED = "its processes were killed (possibly out of memory), or the host was shut down"
 _BEFORE_TIMEOUT = 0.75
 """The part of the timeout in which no wait that began with the silence has timed out: heartbeats come every eighth."""
+_NAMED = 16
 STILL_SECONDS = 1.5
 """A rank without a new heartbeat for this long has stopped, or cannot be reached."""
 COLLECTIVE = (
@@ -65,13 +66,22 @@ class Seen:
 
 
 def blame(
-    rank: int, who: Mapping[int, Who], others: Mapping[int, Seen], *, closed: bool = False, timeout: float = math.inf
+    rank: int,
+    who: Mapping[int, Who],
+    others: Mapping[int, Seen],
+    absent: Mapping[int, Who | None] | None = None,
+    *,
+    stopped: Collection[int] = (),
+    closed: bool = False,
+    timeout: float = math.inf,
 ) -> list[str]:
     """A line for each rank that has left, ended or stopped, and for each host without heartbeats; if there is none, a
     line for each rank that says where it is.
 
     Args:
         rank: this rank.
+        absent: ranks that have not told who they are: their processes, if they are found, and are stopped.
+        stopped: ranks of this host that are, or were a moment ago, stopped by a signal.
         closed: whether the wait of this rank ended because a connection was closed. That is what a host does for a
             process that has ended. A host that is off, or cut off, does not do it.
         timeout: of collectives, in seconds. A rank whose wait times out closes its connections, to all ranks: so soon
@@ -88,10 +98,14 @@ def blame(
             lines.append(f"{name} has ended{_last_seen(at)}")
         elif seen.is_silent and state == "unknown" and _is_whole_host_silent(theirs, who, others):
             unheard.setdefault((theirs.host, theirs.name), []).append(other)
-        elif seen.is_silent:
-            lines.append(f"{name} has stopped (no heartbeat), last seen {at}")
+        elif seen.is_silent or other in stopped:
+            lines.append(f"{name} has stopped (no heartbeat){_last_seen(at).replace('; it was', ',')}")
         elif at != GIVING_UP:
             elsewhere.append(f"{name} is {at}")
+    absent = absent or {}
+    lines += [f"rank {one} ({process}) has stopped, in zeroshard.init()" for one, process in absent.items() if process]
+    if unknown := [one for one, process in absent.items() if process is None]:
+        elsewhere.append(f"no watch of {_ranks(unknown)}: ended in zeroshard.init(), or has not called it")
     for (_, name), ranks in unheard.items():
         seconds = min(others[one].silent_seconds for one in ranks)
         heard = f"no heartbeat from {name} ({_ranks(ranks)}) for {seconds:.0f} s"
@@ -124,4 +138,5 @@ def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

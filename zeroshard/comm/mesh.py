@@ -40,6 +40,7 @@ from zeroshard.comm.backends import (
     take_device,
     timeout_of,
 )
+from zeroshard.comm.found import stopped_of_this_job, wake
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
@@ -107,11 +108,16 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         why = (str(error).splitlines() or [""])[0].rstrip(".")
         if not re.search(r"tim(ed|e) ?out", why, re.IGNORECASE):
+            if isinstance(error, dist.DistNetworkError):
+                error.add_note("rank 0 or the launcher, whichever holds the store of the process group, has ended")
             raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        wake(stopped := stopped_of_this_job())
+        had = " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
         raise TookTooLong(
             f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
-            f"{timeout.total_seconds():g} s: {why}. All ranks have to start within that time, init(timeout=...)"
+            f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
+            "All ranks have to start within that time, init(timeout=...)"
         ) from None
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
 from zeroshard.comm.blame import OUTSIDE, Seen, blame, describe_knot
+from zeroshard.comm.found import holder_of, port_of, stopped_of_this_job, wake
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.positions import Position, knot
 from zeroshard.comm.processes import Who
@@ -18,6 +18,8 @@ from zeroshard.comm.processes import Who
 _SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
 """A peer is not a child process of this rank, so this rank cannot read its exit status."""
 _LONGEST_PAUSE = 10.0
+_STOPPED_SECONDS = 10.0
+"""How long a rank that was stopped while the store did not answer counts as stopped."""
 _NEVER = Seen(Beat(-1, OUTSIDE, None), 0.0, 0.0)
 """Of a rank of which no heartbeat has been read."""
 
@@ -41,6 +43,7 @@ class Peers:
         self._suspected: list[int] = []
         self._on_host = 0
         self._complete, self._pause, self._next = False, 0.0, 0.0
+        self._were_stopped, self._noted = dict[int, Who](), -math.inf
 
     def find_neighbours(self, store: Store) -> None:
         """Find the ranks of this host as they start; asks the store less and less often, until all ranks have
@@ -113,14 +116,59 @@ class Peers:
 
     def blame(self, *, closed: bool, timeout: float) -> list[str]:
         """See `comm/blame.py`."""
-        return blame(self._rank, self._who, self._seen, closed=closed, timeout=timeout)
+        missing = [rank for rank in range(self._world_size) if rank not in self._who]
+        stopped = stopped_of_this_job() if missing else {}
+        absent = {rank: stopped.get(rank) for rank in missing}
+        stopped_here = self.stopped()
+        return blame(self._rank, self._who, self._seen, absent, stopped=stopped_here, closed=closed, timeout=timeout)
 
     def stopped(self) -> dict[int, Who]:
-        """The ranks on this host that are stopped by a signal."""
-        return {rank: who for rank, who in self.neighbours.items() if who.state == "stopped"}
+        """The ranks on this host that are stopped by a signal, or were a moment ago: another rank, which gives up, may
+        have woken them."""
+        were = self._were_stopped if time.monotonic() - self._noted < _STOPPED_SECONDS else {}
+        return were | {rank: who for rank, who in list(self.neighbours.items()) if who.state == "stopped"}
 
     def wake(self) -> None:
         """Continue ranks that are stopped by a signal, so that they can end, too."""
-        for who in self.stopped().values():
-            with suppress(OSError):
-                os.kill(who.pid, signal.SIGCONT)
+        wake({**stopped_of_this_job(), **self.stopped()})
+
+    # Who holds the store ---------------------------------------------------------------------------------------------
+
+    @property
+    def holder_ended(self) -> Who | None:
+        """The process of rank 0, if that rank held the store and has ended. Its connections may still be open: workers
+        that it has forked (a DataLoader's) have inherited them, and take seconds to notice the end of their parent."""
+        who = self.neighbours.get(0)
+        return who if not _is_launcher_s() and who is not None and who.state == "ended" else None
+
+    def note_stopped(self, store: object) -> None:
+        """Remember who is stopped now, while the store does not answer. Asks no other process."""
+        self._find_holder(store)
+        self._were_stopped, self._noted = self.stopped(), time.monotonic()
+
+    def _find_holder(self, store: object) -> Who | None:
+        """The process of this host that holds the store; it may have stopped before it could tell that it is rank 0."""
+        holder, is_at = holder_of(store), os.environ.get("MASTER_PORT")
+        if holder is not None and 0 not in self._who and not _is_launcher_s() and str(port_of(store)) == is_at:
+            self._know({0: holder})
+        return holder
+
+    def why_silent(self, store: object) -> str:
+        """Why the store does not answer. Asks no other process."""
+        holder = self._find_holder(store)
+        stopped = [f"rank {rank} ({who})" for rank, who in self.stopped().items()]
+        if stopped:
+            return f"{' and '.join(stopped)} has stopped (no heartbeat)"
+        if ended := self.holder_ended:
+            return f"rank 0 ({ended}), which held it, has ended"
+        if holder is not None:
+            name = "the launcher" if _is_launcher_s() else "rank 0" if self._who.get(0) == holder else "a process"
+            stops = "has stopped" if holder.state == "stopped" else "runs now: it may have been stopped for a while"
+            return f"{name} ({holder}), which holds it, {stops}"
+        network = f"the network between {self.me.name} and its host, or that host itself"
+        return f"{network}, is the likely cause, not a process"
+
+
+def _is_launcher_s() -> bool:
+    """Whether torch's elastic launcher holds the store, not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -29,7 +29,12 @@ class Who:
 
     @classmethod
     def this(cls, board: tuple[int, ...] = ()) -> Who:
-        return cls(_host(), os.getpid(), _stat(os.getpid())[1], socket.gethostname(), board)
+        return cls.of_process(os.getpid(), board)
+
+    @classmethod
+    def of_process(cls, pid: int, board: tuple[int, ...] = ()) -> Who:
+        """A process of this host."""
+        return cls(_host(), pid, _stat(pid)[1], socket.gethostname(), board)
 
     @classmethod
     def of(cls, found: Sequence[Any]) -> Who:

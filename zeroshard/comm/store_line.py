@@ -26,6 +26,10 @@ class Silent(Error, RuntimeError):
     """The store has not answered in time, or is gone."""
 
 
+class Closed(Silent):
+    """The store has closed the connection."""
+
+
 class Attended:
     """A store for calls of another thread than that of the `StoreLine`. Each call waits for the answer; the line's
     `silent_for` tells since when."""
@@ -80,10 +84,10 @@ class StoreLine:
         """Run `job(store)` on the thread, and return its result.
 
         Raises:
-            Silent: there was no result within `patience` seconds, or the store is gone.
+            Silent: there was no result within `patience` seconds, or the store is gone (`Closed`).
         """
         if self.gone:
-            raise Silent("the store of the process group is gone")
+            raise Closed("the store of the process group is gone")
         future: Future[T] = Future()
         self._jobs.put((job, future))
         try:
@@ -145,6 +149,6 @@ class StoreLine:
         except RuntimeError as error:
             # DistNetworkError, DistStoreError, ...: what a store raises when its connection is closed.
             self.gone = True
-            raise Silent("the store of the process group is gone") from error
+            raise Closed("the store of the process group is gone") from error
         finally:
             self._asked = None

@@ -43,9 +43,9 @@ from zeroshard.comm.peers import Peers
 from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.processes import Who
-from zeroshard.comm.store_line import Silent, StoreLine
+from zeroshard.comm.store_line import Closed, Silent, StoreLine
 from zeroshard.comm.whereabouts import waits_in_vain, where
-from zeroshard.errors import Error
+from zeroshard.errors import Error, TookTooLong
 
 GRACE_SECONDS = 2.0
 """How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""
@@ -114,12 +114,27 @@ class Watch:
         self._cause: Cause | None = None
         self._ending = threading.Event()
         self._reported = self._said = False
-        self.line = StoreLine(PrefixStore(_PREFIX, connection_of_its_own(store)), self._beat, BEAT_SECONDS)
-        self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
-        self.bell = Bell(connection_of_its_own(store), _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
+        try:
+            own = PrefixStore(_PREFIX, connection_of_its_own(store, timeout))
+            self.line = StoreLine(own, self._beat, BEAT_SECONDS)
+            self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
+            further = connection_of_its_own(store, timeout)
+            self.bell = Bell(further, _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
+        except Closed as error:
+            raise LostPeer(f"init: {error}: {_HOLDER_ENDED}", None, []) from None
+        except (Silent, TookTooLong) as error:
+            raise TookTooLong(f"init: {error}: {self._give_up_start(store)}") from None
         # A third thread, which must not call the store: the other two may block in it forever, and this one notices.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
+
+    def _give_up_start(self, store: Store) -> str:
+        """Wake who has stopped, and tell the others. Returns why the store has not answered."""
+        why = self._peers.why_silent(store)
+        self._peers.wake()
+        with suppress(AttributeError, Silent):  # there is no line yet, or nobody to wake
+            self.line.close(partial(self._announce_found, cause=Cause(self.rank, f"failed: {why}")), PATIENCE_SECONDS)
+        return why
 
     def close(self) -> None:
         """End the watch of a rank whose work is done."""
@@ -282,6 +297,7 @@ class Watch:
     # The guard -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        is_noted = False
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)
@@ -290,7 +306,10 @@ class Watch:
                     self._end(Cause(None, "is gone"))
                 return None
             silent = self.line.silent_for()
-            if silent > self._heart.pace.timeout or (silent > GRACE_SECONDS and self._holder_ended()):
+            if silent > GRACE_SECONDS and not is_noted:
+                self._peers.note_stopped(self.of_store)
+            is_noted = silent > GRACE_SECONDS
+            if silent > self._heart.pace.timeout or (silent > GRACE_SECONDS and self._peers.holder_ended):
                 return self._end(Cause("", self._on_silence()))
         return None
 
@@ -358,24 +377,11 @@ class Watch:
                 return self._peers.blame(closed=closed, timeout=self._heart.pace.timeout)
             time.sleep(BEAT_SECONDS / 2)
 
-    def _holder_ended(self) -> Who | None:
-        """The process of rank 0, if that rank held the store and has ended. Its connections may still be open: workers
-        that it has forked (a DataLoader's) have inherited them, and take seconds to notice the end of their parent."""
-        who = self._peers.neighbours.get(0)
-        held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        return who if held and who is not None and who.state == "ended" else None
-
     def _on_silence(self) -> str:
         store = f"the store of the process group{_address(self.of_store)}"
         if self.line.gone:
             return f"{store} has closed its connections: {_HOLDER_ENDED}"
-        stopped = [f"rank {rank} ({who})" for rank, who in self._peers.stopped().items()]
-        network = f"the network between {self._peers.me.name} and its host, or that host itself"
-        why = f"{network}, is the likely cause, not a process"
-        if stopped:
-            why = f"{' and '.join(stopped)} has stopped (no heartbeat)"
-        elif holder := self._holder_ended():
-            why = f"rank 0 ({holder}), which held it, has ended"
+        why = self._peers.why_silent(self.of_store)
         return f"{store} has not answered for {self.line.silent_for():.0f} s: {why}"
 
 
