@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.checkpoint.faults import StoreServer, fork, join
 from tests.patience import wait_until
 from tests.queueing import Queueing, queued_by_this_thread
@@ -34,6 +36,10 @@ def wait_until_noted() -> None:
     assert current is not None
     before = current.beats
     wait_until(lambda: current.beats > before + 1)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ Now all ranks soon report which rank is in which call, and which calls are colle
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,9 +18,11 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.checkpoint.common import Run
-from tests.failures.common import Ended, Ranks, finish_all
-from tests.patience import AT_ONCE
+from tests.failures.common import Ended, Ranks, finish_all, has_ended
+from tests.patience import AT_ONCE, wait_until
+from zeroshard.checkpoint import files
 from zeroshard.comm.positions import Here, Position, Wait, knot
+from zeroshard.comm.whereabouts import SAVES, only_saves
 
 
 def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:
@@ -174,3 +178,49 @@ def test_where_a_process_is() -> None:
             assert here.position(None) is None
         assert here.position(None) == found
     assert here.position(None) is None and here.wait is None
+
+
+def saving_at_its_end(rank: int, mark: Callable[[], Any], folder: Path) -> None:
+    """Rank 1 ends its program while it saves in the background, on a disk that takes until the other rank has ended."""
+    zeroshard.init()
+    run = Run(rank, "zero1", "fp32").train([0])
+    pids = run.handle.engine.collectives.exchange_objects(os.getpid())
+    sync = files.sync
+
+    def slow(file: int) -> None:
+        wait_until(lambda: has_ended(pids[0]))
+        sync(file)
+
+    if rank == 1:
+        files.sync = slow
+    zeroshard.save(folder, run.handle, run.optimizer, step=1, background=True)
+    if rank == 1:
+        mark()
+        threading._shutdown()  # as an interpreter does at its end
+    run.train([1])
+
+
+def test_who_ends_in_a_save_is_told_before_the_save_is_over(tmp_path: Path) -> None:
+    """The others waited for the slow save as well, or for the timeout, before they were told."""
+    ended = Ranks(saving_at_its_end, 2, tmp_path / "steps", timeout=600.0).finish(limit=60.0)
+    expect(ended, r"rank 1 has reached the end of its program without an error")
+
+
+def test_only_a_save_in_the_background_may_outlive_the_program() -> None:
+    """A program whose threads go on after its main thread has ended has not left."""
+
+    def rank_main(rank: int, mark: Callable[[], Any], name: str, expected: bool) -> None:
+        seen: list[bool] = []
+
+        def look() -> None:
+            wait_until(lambda: not threading.main_thread().is_alive())
+            seen.append(only_saves())
+
+        thread = threading.Thread(target=look, name=name)
+        thread.start()
+        assert not only_saves()
+        threading._shutdown()
+        assert seen == [expected] and not only_saves()
+
+    saves, trains = Ranks(rank_main, 1, f"{SAVES} 3", True), Ranks(rank_main, 1, "trains", False)
+    assert [one.statuses for one in finish_all([saves, trains])] == [[0], [0]]

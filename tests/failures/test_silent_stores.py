@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -22,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import zeroshard
 from tests.checkpoint.common import Run
-from tests.failures.common import Ranks, wait_until_noted
+from tests.failures.common import Ranks, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import folders
 from zeroshard.comm import watch
@@ -47,10 +46,6 @@ def let_rank_0_hold_the_store(rank: int, timeout: float) -> None:
     dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-
-
-def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background: bool) -> None:
@@ -252,3 +247,15 @@ def test_a_rank_without_a_watch_is_blamed() -> None:
     ]
     lines = blame(0, {0: me, 1: other}, {1: elsewhere}, {2: other})
     assert lines == ["rank 2 (process 2 on node1) has stopped, in zeroshard.init()"]
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_wait_for_it() -> None:
+    """torch tried to connect to the launcher's store for two timeouts."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
+    launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
+    program = "import zeroshard\ntry:\n    zeroshard.init(timeout=600)\nexcept RuntimeError as error:\n    print(error)"
+    command, environment = [sys.executable, "-c", program], {**os.environ, **place, **launcher}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.strip() == "the launcher has ended before all ranks had started", done

@@ -45,6 +45,7 @@ from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.profiling import phase
 from zeroshard.comm.together import tell_together
+from zeroshard.comm.whereabouts import SAVES
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
@@ -90,7 +91,7 @@ class Saving:
     def start(self, *, background: bool) -> None:
         if background:
             # Not a daemon: the interpreter must not exit before the save is done.
-            self._thread = threading.Thread(target=self._run, name=f"zeroshard save {self.step}", daemon=False)
+            self._thread = threading.Thread(target=self._run, name=f"{SAVES} {self.step}", daemon=False)
             atexit.register(self._at_exit)
             self._thread.start()
         else:

@@ -44,6 +44,12 @@ def holder_of(store: Any) -> Who | None:
     return min(found, key=lambda who: who.started, default=None)  # its workers were started later
 
 
+def is_served(port: int) -> bool:
+    """Whether a process of this host accepts connections at the port; True if that is not known."""
+    sockets = list(_sockets())
+    return not sockets or any(one.state == _LISTENS and one.local.endswith(f":{port:04X}") for one in sockets)
+
+
 def port_of(store: Any) -> int | None:
     """That of a TCPStore; None for other stores."""
     while hasattr(store, "underlying_store"):

@@ -98,7 +98,8 @@ class Heartbeats:
         """Post this rank's heartbeat, and write what is due. `neighbours`: the other ranks of this host."""
         self._open(neighbours)
         is_spoken_for = self._post(beat)
-        due = self.pace.due(is_stuck=beat.position is not None, is_spoken_for=is_spoken_for)
+        is_news = beat.position is not None or beat.left is not None
+        due = self.pace.due(is_stuck=is_news, is_spoken_for=is_spoken_for)
         if due is Due.NEWS:
             self._notices.beat(store, beat)
         elif due is Due.REGULAR and not is_spoken_for:

@@ -40,7 +40,7 @@ from zeroshard.comm.backends import (
     take_device,
     timeout_of,
 )
-from zeroshard.comm.found import stopped_of_this_job, wake
+from zeroshard.comm.found import is_served, stopped_of_this_job, wake
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
@@ -72,6 +72,7 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     Raises:
         ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; or as `launched`.
         TimeoutError: not all ranks have come within the timeout.
+        RuntimeError: whoever holds the store of the group has ended.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -100,6 +101,9 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     rank, world_size = given
+    if watch.has_one_launcher(world_size) and not is_served(int(os.environ["MASTER_PORT"])):
+        # It has served the store since before it started this process; torch would try to connect for two timeouts.
+        raise watch.LostPeer("the launcher has ended before all ranks had started", None, [])
     try:
         if (store := _store_of_this_attempt(world_size)) is not None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)

@@ -55,21 +55,28 @@ class Beat(NamedTuple):
         number: counts the rounds of the rank's watch.
         where: the place of its main thread in the program.
         position: what it waits for, if it has been waiting for long.
-        left: how many collectives of each kind it had begun when its work ended; None before that.
+        left: how many collectives of each kind it had begun when its program ended; None before that.
+        saves: whether it has left, and its process still saves in the background.
     """
 
     number: int
     where: str
     position: Position | None
     left: Mapping[str, int] | None = None
+    saves: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the process may end now."""
+        return self.left is not None and not self.saves
 
     def encode(self) -> str:
-        return json.dumps([self.number, self.where, self.position and self.position.as_list(), self.left])
+        return json.dumps([self.number, self.where, self.position and self.position.as_list(), self.left, self.saves])
 
     @classmethod
     def decode(cls, data: bytes) -> Beat:
-        number, where, position, left = json.loads(data)
-        return cls(number, where, Position.of(position) if position else None, left)
+        number, where, position, left, saves = json.loads(data)
+        return cls(number, where, Position.of(position) if position else None, left, saves)
 
 
 class Notices:

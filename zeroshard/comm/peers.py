@@ -76,7 +76,7 @@ class Peers:
         """The cause, if a process on this host has ended without a report; else None."""
         for rank, who in self.neighbours.items():
             # A rank whose work is done writes so before its process ends (`Watch.close`): without that, it has died.
-            if who.state == "ended" and self._notices.last_beats(store, [rank])[rank].left is None:
+            if who.state == "ended" and not self._notices.last_beats(store, [rank])[rank].is_last:
                 died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
                 return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
         return None

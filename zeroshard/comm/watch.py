@@ -44,7 +44,7 @@ from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Closed, Silent, StoreLine
-from zeroshard.comm.whereabouts import waits_in_vain, where
+from zeroshard.comm.whereabouts import only_saves, waits_in_vain, where
 from zeroshard.errors import Error, TookTooLong
 
 GRACE_SECONDS = 2.0
@@ -276,7 +276,9 @@ class Watch:
         position = HERE.position(sys._current_frames().get(main or 0))
         at = where(main)
         is_stuck = position is not None
-        beat = Beat(self.beats, GIVING_UP if self._reported else at, position)
+        # Whoever waits for this rank then waits in vain, however long the save takes.
+        left = dict(HERE.begun) if (saves := only_saves()) else None
+        beat = Beat(self.beats, GIVING_UP if self._reported else at, position, left, saves)
         if self._heart.round(store, beat, self._peers.neighbours) is not Due.NOTHING:
             self._peers.decide_who_looks(store, is_stuck=is_stuck)
         self._look_for_death(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
@@ -27,6 +28,8 @@ _CALLED = {
     ),
 }
 _STANDARD = os.path.dirname(os.__file__) + os.sep
+SAVES = "zeroshard save"
+"""How the names of the threads begin that save in the background."""
 _waiting_in_vain: set[CodeType] = set()
 
 
@@ -51,6 +54,13 @@ def where(thread: int | None) -> str:
         inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
         frame = frame.f_back
     return OUTSIDE
+
+
+def only_saves() -> bool:
+    """Whether the program of this process is over, and the interpreter waits for saves in the background only."""
+    others = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    is_over = not threading.main_thread().is_alive()  # from the moment at which it waits for the other threads
+    return is_over and bool(others) and all(one.name.startswith(SAVES) for one in others)
 
 
 def _is_public(code: CodeType) -> bool:
