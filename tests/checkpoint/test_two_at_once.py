@@ -88,3 +88,53 @@ def test_another_process_acts_at_every_call(tmp_path: Path) -> None:
     torch.manual_seed(0)
     of_new, of_again, of_prune = run_ranks(check, 1, tmp_path)[0]
     assert of_new > 15 and of_again > 25 and of_prune > 15, (of_new, of_again, of_prune)
+
+
+def tell_apart(rank: int, folder: Path) -> list[int]:
+    """Two runs save the same step: the other one does so before each call of the first one's save. Returns how often
+    the first, the second and both were refused."""
+    handles = [zeroshard.shard(nn.Linear(2, 2), "ddp") for _ in range(2)]
+    values = [handle.full_state_dict()["weight"].clone() for handle in handles]
+    assert not torch.equal(*values)
+    refused, said = [0, 0, 0], list[str]()
+
+    def is_saved(directory: Path, number: int) -> bool:
+        try:
+            zeroshard.save(directory, handles[number], step=3)
+        except zeroshard.CheckpointError as error:
+            said.append(str(error))
+            return False
+        return True
+
+    for existing in (False, True):
+        for at in itertools.count(1):
+            directory = folder / f"{existing}-{at}"
+            if existing:
+                zeroshard.save(directory, handles[0], step=3)
+            saved: list[tuple[bool, bool]] = []
+
+            def act(to: Path = directory, saved: list[tuple[bool, bool]] = saved) -> None:
+                has_begun = any(to.glob("step-3.tmp-*"))
+                saved.append((has_begun, is_saved(to, 1)))
+
+            with AnotherProcess(act, at) as another:
+                first = is_saved(directory, 0)
+            if another.calls < at:
+                break
+            ((has_begun, second),) = saved
+            assert first or second
+            assert not (first and second and has_begun), at
+            of_step = zeroshard.checkpoint.Reader(directory / "step-3").tensor("model/weight")
+            assert torch.equal(of_step, values[0 if first else 1]), at
+            zeroshard.verify(directory / "step-3")
+            folders.sweep(directory)
+            assert sorted(os.listdir(directory)) == ["latest", "step-3"], at
+            refused = [refused[0] + (not first), refused[1] + (not second), refused[2] + 1]
+    assert all("another process has saved" in text for text in said)
+    return refused
+
+
+def test_two_runs_save_the_same_step_at_the_same_moment(tmp_path: Path) -> None:
+    """The one that was published later replaced the other, in silence."""
+    first, second, tried = run_ranks(tell_apart, 1, tmp_path)[0]
+    assert first > 10 and second > 2 and tried > 40, (first, second, tried)

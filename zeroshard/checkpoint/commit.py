@@ -52,15 +52,23 @@ Part = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Opened:
+    """The temporary folder of a step: the lock on it, and the folder that had the name of the step at that time."""
+
+    lock: int
+    replaces: folders.Found
+
+
+@dataclass(frozen=True)
 class Job:
     """The part of one rank in a save, after its values are fixed. `base`: the manifest without files and tensors.
-    `lock`: rank 0's lock on the folder."""
+    `opened`: on rank 0."""
 
     folder: Path
     plan: FilePlan
     base: Manifest
     meeting: Meeting
-    lock: int | None
+    opened: Opened | None
 
     def run(self) -> None:
         """Write the file, report to rank 0, and wait for its verdict (rank 0: commit).
@@ -82,8 +90,8 @@ class Job:
         try:
             verdict, refused = self._conclude() if self.meeting.rank == 0 else (self.meeting.verdict(), None)
         finally:
-            if self.lock is not None:
-                os.close(self.lock)
+            if self.opened is not None:
+                os.close(self.opened.lock)
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # KeyboardInterrupt: only now, after the other ranks have been told
         cause = failure or refused
@@ -104,7 +112,8 @@ class Job:
             # leaves nothing that could be loaded. `publish` then gives the folder its name, which commits it.
             files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
-            folders.publish(self.folder, step, self.base.id)
+            assert self.opened is not None, "rank 0"
+            folders.publish(self.folder, step, self.base.id, self.opened.replaces)
         except BaseException as error:
             # Before `discard`: a rank that still writes would create files in the folder while it is removed.
             self.meeting.let_stop()
@@ -148,8 +157,8 @@ def discard(folder: Path) -> str:
     return ""
 
 
-def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int:
-    """Make a new temporary folder for a step, and return the lock on it. Called on rank 0.
+def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Opened:
+    """Make a new temporary folder for a step. Called on rank 0.
 
     Args:
         sizes: for each rank: bytes of its file, of its index, and of its part of the manifest.
@@ -164,10 +173,10 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> int:
     free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
     if needed > free:
         raise NotWritten(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
-    folder = temporary_folder(directory, base)
+    replaces, folder = folders.found(directory, base.step), temporary_folder(directory, base)
     while (lock := _made_and_locked(folder)) is None:
         time.sleep(0.01)  # the other process still has it
-    return lock
+    return Opened(lock, replaces)
 
 
 def _made_and_locked(folder: Path) -> int | None:

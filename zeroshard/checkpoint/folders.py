@@ -188,31 +188,87 @@ def set_latest(directory: Path, step: int, unique: str) -> None:
     files.sync_folder(directory)
 
 
-def publish(temporary: Path, step: int, unique: str) -> None:
+Found = tuple[int, ...] | None
+"""Tells the folder of a step apart from any other one of that name; None: there is none."""
+
+
+def found(directory: Path, step: int) -> Found:
+    """The folder that has the name of the step now."""
+    return _identity(directory / step_name(step))
+
+
+def _identity(folder: Path | int) -> Found:
+    try:
+        of_folder = os.stat(folder)
+        # The time as well, as the number of a folder that was removed may be used again.
+        manifest = os.stat(MANIFEST_NAME, dir_fd=folder) if isinstance(folder, int) else os.stat(folder / MANIFEST_NAME)
+    except FileNotFoundError:
+        return None
+    return of_folder.st_dev, of_folder.st_ino, manifest.st_ino, manifest.st_mtime_ns
+
+
+def publish(temporary: Path, step: int, unique: str, replaces: Found) -> None:
     """Rename a complete temporary folder to its final name. An existing step of that name is moved aside first, and
-    removed by `sweep` later. The caller must sync the directory."""
+    removed by `sweep` later. The caller must sync the directory.
+
+    Args:
+        replaces: what `found` returned when the save began.
+
+    Raises:
+        CheckpointError: another process has saved that step since, or does so now.
+    """
     directory = temporary.parent
     final = directory / step_name(step)
     aside = directory / f"{step_name(step)}.old-{unique}"
     # The entries of the folder must be on disk before it gets its final name: otherwise a step could lack files after a
     # power failure.
     files.sync_folder(temporary)
-    # Locked, so that another process's `sweep` between the two renames does not remove the old step.
-    lock = files.lock_folder(final) if final.exists() else None
+    lock = _locked_to_replace(final, replaces)
     try:
-        if final.exists():
+        if lock is not None:
             # Two renames, as rename(2) does not replace a folder that is not empty. After a crash between them, the
             # `.old-` folder counts as the step (`steps`), and `sweep` gives it its name back.
-            files.rename(final, aside)
+            with suppress(FileNotFoundError):  # another process has pruned it
+                files.rename(final, aside)
         try:
             files.rename(temporary, final)
-        except BaseException:
+        except BaseException as error:
+            if final.exists():
+                raise CheckpointError(_saved_by_another(final)) from error
             if aside.exists():
                 files.rename(aside, final)
             raise
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _locked_to_replace(final: Path, replaces: Found) -> int | None:
+    """The lock on the folder of the step that is there already; None: there is none. Locked, so that no other process
+    replaces it as well, nor removes it between the two renames.
+
+    Raises:
+        CheckpointError: as `publish`.
+    """
+    try:
+        lock = files.lock_folder(final)
+    except FileNotFoundError:
+        return None
+    # Whoever has the lock has just given this name to a folder, or is about to do so. Whoever had it may have renamed
+    # the folder before it was locked here.
+    is_ours = lock is not None and _identity(lock) == replaces and _identity(final) == replaces
+    if not is_ours:
+        if lock is not None:
+            os.close(lock)
+        raise CheckpointError(_saved_by_another(final))
+    return lock
+
+
+def _saved_by_another(final: Path) -> str:
+    return (
+        f"another process has saved {final} since this save began, and that one stays: each run needs a directory of "
+        "its own"
+    )
 
 
 def sweep(directory: Path) -> None:

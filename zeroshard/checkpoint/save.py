@@ -19,6 +19,7 @@ import torch
 from zeroshard.checkpoint import folders
 from zeroshard.checkpoint.commit import (
     Job,
+    Opened,
     Sizes,
     combined,
     file_metadata,
@@ -220,11 +221,11 @@ class _Save:
         values = {**own.values, "extra": own.extra.values, "world_size": world.size}
         base = Manifest(self.step, unique, (), {}, values, versions())
         # 3. Rank 0 checks the free space, and makes the folder.
-        lock = work_on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
+        opened = work_on_all_ranks(self.engine, "save", partial(self._make_folder, base, sizes))
         # Nothing in the job may be a collective: in the background it runs on a thread beside training, and ranks would
         # issue the collectives of the two threads in different orders. Ranks meet in the store instead.
         meeting = Meeting(self.engine.collectives, unique, combined)
-        return Job(temporary_folder(self.directory, base), file, base, meeting, lock)
+        return Job(temporary_folder(self.directory, base), file, base, meeting, opened)
 
     @phase("save: collect")
     def _collect(self) -> tuple[_Own, list[Any]]:
@@ -274,7 +275,7 @@ class _Save:
         yield from random.items()
         yield blob(f"rank/{rank}/state", {"random": random.values, **alone})
 
-    def _make_folder(self, base: Manifest, sizes: list[Sizes]) -> int | None:
+    def _make_folder(self, base: Manifest, sizes: list[Sizes]) -> Opened | None:
         expect_readable(least_size(base, sizes), "the manifest would have at least")
         is_first = self.engine.collectives.mesh.world.rank == 0
         return open_folder(self.directory, base, sizes) if is_first else None

@@ -314,6 +314,6 @@ def commit_alone(directory: Path, step: int, items: Sequence[Item], values: dict
     plan = FilePlan.of(items, file_metadata(step, unique, 0))
     base = Manifest(step, unique, (), {}, {**values, "extra": {}, "world_size": 1}, versions())
     with files.made(directory):
-        lock = open_folder(directory, base, [sizes_of(plan, 0)])
-        Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), lock).run()
+        opened = open_folder(directory, base, [sizes_of(plan, 0)])
+        Job(temporary_folder(directory, base), plan, base, Meeting(None, unique), opened).run()
     return directory / folders.step_name(step)
