@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -138,3 +139,20 @@ def test_two_runs_save_the_same_step_at_the_same_moment(tmp_path: Path) -> None:
     """The one that was published later replaced the other, in silence."""
     first, second, tried = run_ranks(tell_apart, 1, tmp_path)[0]
     assert first > 10 and second > 2 and tried > 40, (first, second, tried)
+
+
+def replace_while_read(rank: int, directory: Path) -> None:
+    handle = zeroshard.shard(nn.Linear(2, 2), "ddp")
+    for step in (1, 2):
+        zeroshard.save(directory, handle, step=step)
+    replaced, removed = (zeroshard.checkpoint.Reader(directory / f"step-{step}") for step in (2, 1))
+    zeroshard.save(directory, handle, step=2)
+    zeroshard.prune(directory, keep_last=1)
+    for reader in (replaced, removed):
+        with reader, pytest.raises(zeroshard.CheckpointError) as raised:
+            reader.check_everything()
+        assert str(raised.value) == f"{reader.folder} has been replaced or removed by another process while it was read"
+
+
+def test_a_step_that_is_replaced_while_it_is_read_is_not_called_damaged(tmp_path: Path) -> None:
+    run_ranks(replace_while_read, 1, tmp_path / "steps")

@@ -76,7 +76,7 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
                 r"rank 0 of 2 failed while waiting for another rank:\nzeroshard: rank 1 .*has reached the end of|"
                 r"exits because ranks wait for each other \(deadlock\): rank 0 waits in .*; rank 1 has reached the end",
                 r"(failed while waiting( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\)|"
-                r"rank 1) has reached the end of its program without an error; it was last seen .*are collective:",
+                r"rank 1) has reached the end of its program, or called sys.exit; it was last seen .*are collective:",
                 r"use `with handle.join\(\):`",
             )
         elif case == "meets":
@@ -203,7 +203,7 @@ def saving_at_its_end(rank: int, mark: Callable[[], Any], folder: Path) -> None:
 def test_who_ends_in_a_save_is_told_before_the_save_is_over(tmp_path: Path) -> None:
     """The others waited for the slow save as well, or for the timeout, before they were told."""
     ended = Ranks(saving_at_its_end, 2, tmp_path / "steps", timeout=600.0).finish(limit=60.0)
-    expect(ended, r"rank 1 has reached the end of its program without an error")
+    expect(ended, r"rank 1 has reached the end of its program, or called sys.exit")
 
 
 def test_only_a_save_in_the_background_may_outlive_the_program() -> None:

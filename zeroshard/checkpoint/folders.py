@@ -194,10 +194,11 @@ Found = tuple[int, ...] | None
 
 def found(directory: Path, step: int) -> Found:
     """The folder that has the name of the step now."""
-    return _identity(directory / step_name(step))
+    return identity(directory / step_name(step))
 
 
-def _identity(folder: Path | int) -> Found:
+def identity(folder: Path | int) -> Found:
+    """See `Found`. `folder`: a path, or a descriptor."""
     try:
         of_folder = os.stat(folder)
         # The time as well, as the number of a folder that was removed may be used again.
@@ -256,7 +257,7 @@ def _locked_to_replace(final: Path, replaces: Found) -> int | None:
         return None
     # Whoever has the lock has just given this name to a folder, or is about to do so. Whoever had it may have renamed
     # the folder before it was locked here.
-    is_ours = lock is not None and _identity(lock) == replaces and _identity(final) == replaces
+    is_ours = lock is not None and identity(lock) == replaces and identity(final) == replaces
     if not is_ours:
         if lock is not None:
             os.close(lock)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files, formats
-from zeroshard.checkpoint.folders import step_of
+from zeroshard.checkpoint.folders import identity, step_of
 from zeroshard.checkpoint.index import BLOCK_BYTES, Chunk, Index, digest_of
 from zeroshard.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -51,6 +52,7 @@ class Reader:
         self._held: tuple[int, int] | None = None  # file and offset of the block in `_block`
         self._checked: dict[tuple[int, int], int] = {}  # file and offset -> a quick sum of each block that was verified
         with checking(folder / MANIFEST_NAME):
+            self._identity = identity(folder)
             if folder.is_symlink():
                 raise OSError("it is a link")
             try:
@@ -177,7 +179,7 @@ class Reader:
             while len(self._open) >= MAX_OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
             path = self.folder / entry.name
-            with checking(path):
+            with self._checking(path):
                 file = files.open_plain(path)
                 self._open[number] = file
                 size = os.fstat(file).st_size
@@ -189,6 +191,19 @@ class Reader:
                     refuse("is damaged, or of another checkpoint: its header has another digest")
         return self._open[number]
 
+    @contextmanager
+    def _checking(self, path: Path) -> Iterator[None]:
+        try:
+            with checking(path):
+                yield
+        except CheckpointError as error:
+            with suppress(OSError):
+                if identity(self.folder) != self._identity:
+                    raise CheckpointError(
+                        f"{self.folder} has been replaced or removed by another process while it was read"
+                    ) from error
+            raise
+
     def _index(self, number: int) -> Index:
         """The index of a file, which has been checked."""
         if self._written.indices:
@@ -196,7 +211,7 @@ class Reader:
         if number not in self._indices:
             entry = self._written.files[number]
             path = self.folder / entry.index_name
-            with checking(path):
+            with self._checking(path):
                 data = read_whole(path, MAX_MANIFEST_BYTES)
                 if len(data) != entry.index_bytes or digest_of(data) != entry.index_digest:
                     refuse("is damaged, or of another checkpoint: the manifest has another digest of it")

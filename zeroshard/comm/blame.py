@@ -25,7 +25,7 @@ COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
-_LEFT = "reached the end of its program without an error"
+_LEFT = "reached the end of its program, or called sys.exit"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 
 
