@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ from tests.checkpoint.common import (
 from tests.checkpoint.test_faults import SEED
 from tests.opened import in_its_own_process, opened_by
 from tests.patience import AT_ONCE
-from zeroshard.checkpoint import reader
+from zeroshard.checkpoint import files, reader
 from zeroshard.checkpoint.index import digest_of
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.testing import run_ranks
@@ -202,6 +203,64 @@ def test_files_swapped_between_steps_are_found(saved: Path, tmp_path: Path) -> N
                     bad += [p for s in ("step-1", "step-2") if (p := refused(directory / s, name))]
     print(f"{trials} swaps: {len(bad)} not found")
     assert bad == []
+
+
+class Refuses:
+    def state_dict(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise ValueError("not mine")
+
+
+def fails_late(rank: int, directory: Path) -> tuple[int, list[bool]]:
+    """One read of rank 1 fails, each in turn. Returns how many there are, and for each whether the error told that
+    values had been replaced."""
+    fill, count, told, unchanged = files.fill, 0, list[bool](), list[bool]()
+    run = Run(rank, "zero2", "fp32").train([0])
+    run.save(directory, 1)
+
+    def failing(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise OSError(errno.EIO, "Input/output error (injected)")
+        fill(*arguments)
+
+    def load(extra: Any = None) -> str | None:
+        nonlocal count
+        count, before = 0, run.train([1]).state()
+        try:
+            run.load(directory, extra=extra)
+        except zeroshard.CheckpointError as error:
+            told.append("Some values have been replaced already: load a step before you train" in str(error))
+            unchanged.append(same_bits(run.state(), before))
+            return str(error)
+        return None
+
+    at = -1
+    files.fill = failing if rank == 1 else fill
+    assert load() is None
+    reads = run.handle.engine.collectives.exchange_objects(count)[1]
+    for number in range(1, reads + 1):
+        at = number
+        error = load()
+        assert error is not None and "(on rank 1)" in error and "injected" in error
+        at = -1
+        run.load(directory, extra=None)
+    files.fill = fill
+    zeroshard.save(directory, run.handle, run.optimizer, step=2, extra={"it": Refuses()})
+    error = load({"it": Refuses()})
+    assert error is not None and "not mine" in error and told.pop()
+    assert all(one or other for one, other in zip(told, unchanged, strict=False))
+    return reads, told
+
+
+def test_a_load_that_fails_in_its_second_reading_says_what_has_changed(tmp_path: Path) -> None:
+    """The error was that of a load which has changed nothing: whoever caught it trained on with a mixture."""
+    reads, told = run_ranks(fails_late, 2, tmp_path)[0]
+    first = told.index(True)
+    assert first > reads // 3 and told == [False] * first + [True] * (reads - first), told
 
 
 def test_a_load_on_ranks_refuses_damage_and_another_step_still_loads(saved: Path, tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def load(
 
     Raises:
         CheckpointError: on every rank, before anything is changed: there is no such step; names, shapes or dtypes do
-            not fit; a file (named in the message) is damaged.
+            not fit; a file (named in the message) is damaged. Where the message says that values have been replaced
+            already, a file could not be read a second time, or `load_state_dict` of an object in `extra` has raised.
         TypeError: `handle` is not a handle; `optimizer` is not a ShardedOptimizer.
         ValueError: on every rank: an object in `extra` has no `state_dict` and `load_state_dict`.
         RuntimeError: gradients are waiting for a step.
@@ -158,9 +159,13 @@ class _Load:
             for one, saved in pairs:
                 restore_optimizer(reader, one, saved, meeting)
 
+        def on_all(work: Callable[[], None]) -> None:
+            work_on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
+
         try:
-            for work in (partial(preflight, reader, self.engine, pairs, meeting), restore):
-                work_on_all_ranks(self.engine, "load", partial(_unless_stopped, meeting, work))
+            on_all(partial(preflight, reader, self.engine, pairs, meeting))
+            with _changing():
+                on_all(restore)
         finally:
             meeting.forget()
         for unit in self.engine.units:
@@ -174,7 +179,19 @@ class _Load:
         def restore_what_is_whole() -> None:
             restore_rest(reader, self.engine, pairs_of(reader.manifest, self.optimizers), self.extra)
 
-        work_on_all_ranks(self.engine, "load", restore_what_is_whole)
+        with _changing():
+            work_on_all_ranks(self.engine, "load", restore_what_is_whole)
+
+
+@contextmanager
+def _changing() -> Iterator[None]:
+    """Inside, values are replaced: an error says so."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. Some values have been replaced already: load a step before you train"
+        ) from error
 
 
 def _unless_stopped(meeting: Meeting, work: Callable[[], None]) -> None:
