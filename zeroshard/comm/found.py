@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from zeroshard.comm.processes import Who
+from zeroshard.comm.processes import Who, is_stopped
 
 _LISTENS = "0A"
+_CONNECTING = 5.0
 _MAPPED = "0000000000000000FFFF0000"
 """An IPv4 address as an IPv6 one begins with this, as /proc/net/tcp6 writes it."""
 _OF_JOB = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -44,10 +46,17 @@ def holder_of(store: Any) -> Who | None:
     return min(found, key=lambda who: who.started, default=None)  # its workers were started later
 
 
-def is_served(port: int) -> bool:
-    """Whether a process of this host accepts connections at the port; True if that is not known."""
-    sockets = list(_sockets())
-    return not sockets or any(one.state == _LISTENS and one.local.endswith(f":{port:04X}") for one in sockets)
+def is_refused(address: str, port: int) -> bool:
+    """Whether nobody listens there. Connects only if no process of this host does."""
+    if any(one.state == _LISTENS and one.local.endswith(f":{port:04X}") for one in _sockets()):
+        return False
+    try:  # this process may have a network of its own
+        socket.create_connection((address, port), _CONNECTING).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def port_of(store: Any) -> int | None:
@@ -62,12 +71,11 @@ def stopped_of_this_job() -> dict[int, Who]:
     job, found = {name: os.environ.get(name) for name in _OF_JOB}, dict[int, Who]()
     if None in (job["MASTER_ADDR"], job["MASTER_PORT"]):
         return {}
-    for who in _processes():
-        if who.pid != os.getpid() and who.state == "stopped":
-            theirs = _environment(who.pid)
-            rank = theirs.get("RANK", "")
-            if rank.isdecimal() and all(theirs.get(name) == value for name, value in job.items()):
-                found.setdefault(int(rank), who)
+    for who in _processes(is_stopped):
+        theirs = _environment(who.pid)
+        rank = theirs.get("RANK", "")
+        if rank.isdecimal() and all(theirs.get(name) == value for name, value in job.items()):
+            found.setdefault(int(rank), who)
     return {rank: found[rank] for rank in sorted(found) if str(rank) != os.environ.get("RANK")}
 
 
@@ -88,7 +96,7 @@ def _sockets() -> Iterator[_Socket]:
                 yield _Socket(local, remote, fields[3], fields[9])
 
 
-def _processes(is_one: Callable[[int], bool] = lambda pid: True) -> Iterator[Who]:
+def _processes(is_one: Callable[[int], bool]) -> Iterator[Who]:
     """In the order of their numbers."""
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
     for pid in sorted(int(name) for name in names if name.isdecimal()):

@@ -40,7 +40,7 @@ from zeroshard.comm.backends import (
     take_device,
     timeout_of,
 )
-from zeroshard.comm.found import is_served, stopped_of_this_job, wake
+from zeroshard.comm.found import is_refused, stopped_of_this_job, wake
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
@@ -101,7 +101,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
         return
     rank, world_size = given
-    if watch.has_one_launcher(world_size) and not is_served(int(os.environ["MASTER_PORT"])):
+    if watch.has_one_launcher(world_size) and is_refused(*_store_place()):
         # It has served the store since before it started this process; torch would try to connect for two timeouts.
         raise watch.LostPeer("the launcher has ended before all ranks had started", None, [])
     try:
@@ -123,6 +123,10 @@ def _join(backend: str | None, timeout: timedelta) -> None:
             f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
             "All ranks have to start within that time, init(timeout=...)"
         ) from None
+
+
+def _store_place() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 def launched() -> tuple[int, int] | None:
@@ -181,7 +185,7 @@ def _store_of_this_attempt(world_size: int) -> Store | None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or not watch.has_one_launcher(world_size):
         return None
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = TCPStore(*_store_place(), is_master=False)
     return PrefixStore(f"attempt-{attempt}", store)
 
 

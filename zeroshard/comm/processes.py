@@ -60,6 +60,11 @@ class Who:
         return "stopped" if letter in "Tt" else "runs"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process of this host."""
+    return _stat(pid)[0] in "Tt"
+
+
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of a process; ("X", 0) if there is no such process."""
     try:
