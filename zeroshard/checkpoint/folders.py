@@ -224,6 +224,7 @@ def publish(temporary: Path, step: int, unique: str, replaces: Found) -> None:
     # The entries of the folder must be on disk before it gets its final name: otherwise a step could lack files after a
     # power failure.
     files.sync_folder(temporary)
+    ours = identity(temporary)
     lock = _locked_to_replace(final, replaces)
     try:
         if lock is not None:
@@ -234,6 +235,8 @@ def publish(temporary: Path, step: int, unique: str, replaces: Found) -> None:
         try:
             files.rename(temporary, final)
         except BaseException as error:
+            if isinstance(error, FileNotFoundError) and ours is not None and identity(final) == ours:
+                return  # a network file system that has renamed it, lost its answer, and tried again
             if final.exists():
                 raise CheckpointError(_saved_by_another(final)) from error
             if aside.exists():
