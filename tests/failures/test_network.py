@@ -99,6 +99,32 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     assert len(left) == 1 and "rank 1 (process 999999999 on b) has reached the end of its program" in left[0]
 
 
+def test_a_rank_is_silent_only_if_it_has_been_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regular heartbeats come every ten seconds. A rank that looked more often, as it had waited for long, reported
+    after the timeout of a collective that a rank at another place of the program had stopped."""
+    now, store = [100.0], HashStore()
+    monkeypatch.setattr("zeroshard.comm.peers.time.monotonic", lambda: now[0])
+    mine, theirs = Notices(0, 2), Notices(1, 2)
+    theirs.come(store, who(ELSEWHERE, "b"))
+    peers = Peers(0, 2, mine)
+
+    def look_for(seconds: float) -> list[str]:
+        for _ in range(int(4 * seconds)):
+            now[0] += 0.25
+            peers.look(store)
+        return peers.blame(closed=False, timeout=120.0)
+
+    look_for(8.0)  # for ranks that wait for each other
+    peers.ask(store)
+    assert look_for(1.0) == ["rank 1 (process 999999999 on b) is at the start"] and not peers.is_clear
+    assert theirs.calls(store) == 1
+    theirs.beat(store, Beat(1, "at train.py:3 in main", None))
+    assert look_for(1.0) == ["rank 1 (process 999999999 on b) is at train.py:3 in main"] and not peers.is_clear
+    peers.ask(store)
+    [line] = look_for(2.0)
+    assert peers.is_clear and line.startswith("no heartbeat from b (rank 1) for 3 s: the network between"), line
+
+
 def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
     """Process ids are reused, and mean nothing on another host (or after a machine has been cloned)."""
     me = Who.this()

@@ -20,7 +20,7 @@ _BEFORE_TIMEOUT = 0.75
 """The part of the timeout in which no wait that began with the silence has timed out: heartbeats come every eighth."""
 _NAMED = 16
 STILL_SECONDS = 1.5
-"""A rank without a new heartbeat for this long has stopped, or cannot be reached."""
+"""A rank that has been asked for a heartbeat, and sends none for this long, has stopped, or cannot be reached."""
 COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
@@ -37,11 +37,13 @@ class Seen:
         beat: its last heartbeat.
         changed: the time (monotonic) at which a new heartbeat was last found.
         looked: the time of the last look.
+        asked: the time at which it was last asked for a heartbeat.
     """
 
     beat: Beat
     changed: float
     looked: float
+    asked: float = -math.inf
 
     def note(self, now: float, beat: Beat) -> None:
         # Silence counts only between two looks that are close together: if this rank has not looked for a minute, the
@@ -62,7 +64,8 @@ class Seen:
 
     @property
     def is_silent(self) -> bool:
-        return self.silent_seconds >= STILL_SECONDS
+        """Whether it has not answered. (Without being asked, a rank may write a heartbeat only every ten seconds.)"""
+        return not self.has_left and self.looked - max(self.changed, self.asked) >= STILL_SECONDS
 
 
 def blame(

@@ -72,6 +72,13 @@ class Peers:
         for rank, beat in beats.items():
             self._seen.setdefault(rank, Seen(beat, now, now)).note(now, beat)
 
+    def ask(self, store: Store) -> None:
+        """Ask all other ranks for a heartbeat: who does not answer from now on is silent."""
+        self._notices.call(store, [rank for rank in range(self._world_size) if rank != self._rank])
+        now = time.monotonic()
+        for seen in self._seen.values():
+            seen.asked = now
+
     def death(self, store: Store) -> Cause | None:
         """The cause, if a process on this host has ended without a report; else None."""
         for rank, who in self.neighbours.items():

@@ -368,8 +368,7 @@ class Watch:
         """The lines of `blame`. Collects heartbeats for two seconds, or until one rank is clearly the cause."""
         end = time.monotonic() + 4 * BEAT_SECONDS
         with suppress(Silent):
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
-            self.line.ask(lambda store: self._notices.call(store, others), PATIENCE_SECONDS)
+            self.line.ask(self._peers.ask, PATIENCE_SECONDS)
         while True:
             try:
                 self.line.ask(self._peers.look, PATIENCE_SECONDS)
