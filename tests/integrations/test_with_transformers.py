@@ -299,11 +299,22 @@ def adapted() -> nn.Module:
 
     from tests.real_models.real import llama
 
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(llama(), config)
 
 
+def prompted() -> nn.Module:
+    import peft
+
+    from tests.real_models.real import llama
+
+    return peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
 def test_adapters_and_generating(tmp_path: Path) -> None:
+    """PEFT reads weights when it saves: the names of `modules_to_save`, and prompts by a forward of their encoder."""
     pytest.importorskip("accelerate")
     peft = pytest.importorskip("peft")
 
@@ -322,6 +333,12 @@ def test_adapters_and_generating(tmp_path: Path) -> None:
         loaded = peft.PeftModel.from_pretrained(make(llama), saved).state_dict()
         assert same_bits(dict(loaded), trained)
         assert not same_bits(dict(adapted().state_dict()), trained)
+        run = trainer(tmp_path / "p", "zero3", prompted)
+        run.train()
+        saved = tmp_path / "p" / f"checkpoint-{STEPS}"
+        loaded = peft.PeftModel.from_pretrained(make(llama), saved).state_dict()
+        assert same_bits(dict(loaded), run.handle.full_state_dict())
+        assert not same_bits(dict(make(prompted).state_dict()), dict(loaded))
         generate(rank, tmp_path / "b")
 
     run_ranks(check, 2)

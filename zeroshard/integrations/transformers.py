@@ -144,10 +144,11 @@ class ShardedTrainerMixin:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         state = self.accelerator.get_state_dict(self.model)
-        if self.args.should_save:
-            dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
-            self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it empties `state`
-            _note_dtype(self.model, dtype, folder)
+        with _read_by_peft(self.model):
+            if self.args.should_save:
+                dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
+                self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it empties `state`
+                _note_dtype(self.model, dtype, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
@@ -223,6 +224,14 @@ def _writable(model: nn.Module) -> Any:
     """A block in which `model.load_state_dict` is allowed."""
     handle = handle_of_model(model)
     return nullcontext() if handle is None else handle.unsharded(write=True)
+
+
+def _read_by_peft(model: nn.Module) -> Any:
+    """A block in which PEFT may save adapters on one rank: with what it reads beside the state dict that it gets, which
+    is the names in `state_dict()` of each of `modules_to_save`, and a forward of the prompts' encoder. Collective."""
+    parts: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
+    parts += [module.prompt_encoder for module in model.modules() if hasattr(module, "prompt_encoder")]
+    return expect_handle_of(model, "trainer.train()").unsharded(*parts) if parts else nullcontext()
 
 
 def _note_dtype(model: Any, saved: torch.dtype | None, folder: str) -> None:
