@@ -98,6 +98,33 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
             expect(ended, rf"rank 1 .*at test_left_alone\.py:\d+ in in_its_own_way \(in {call}\)")
 
 
+def saves_at_last(rank: int, mark: Callable[[], Any], plan: str, case: str, folder: Path) -> None:
+    """Rank 1 raises, and then waits for rank 0, which trains on."""
+    zeroshard.init()
+    run = Run(rank, plan, "fp32").train([0])
+    try:
+        if rank == 1:
+            mark()
+            raise ValueError("no such file: data/7")
+        run.train([1, 2])
+    finally:
+        in_its_own_way(run, case, folder)
+
+
+def test_the_error_that_a_rank_handles_while_it_waits_is_shown(tmp_path: Path) -> None:
+    """A `finally:` that saves, or a callback of a trainer on exceptions: nothing told of the error."""
+    cases = [("zero1", "saves"), ("zero3", "asks for the state"), ("ddp", "meets")]
+    groups = [Ranks(saves_at_last, 2, plan, case, tmp_path / str(i)) for i, (plan, case) in enumerate(cases)]
+    for (plan, case), ended in zip(cases, finish_all(groups), strict=True):
+        assert 0 not in ended.statuses and max(ended.seconds) < AT_ONCE, (plan, case, ended)
+        assert re.search(r"^(\[rank1\]: )?ValueError: no such file: data/7$", ended.said, re.MULTILINE), ended.said
+        handles = r"rank 1 (waits in|is at) .*test_left_alone\.py:\d+ in .*, while it handles ValueError: no such file"
+        assert re.search(handles, ended.said), (plan, case, ended.said)
+        if case == "saves":
+            first = "zeroshard: rank 1 of 2 waited for another rank while it handled this error:\nTraceback"
+            assert first in ended.said and ended.said.count("\nValueError: ") == 1, ended.said
+
+
 TIMEOUT = 4.0
 
 

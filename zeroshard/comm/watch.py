@@ -44,7 +44,7 @@ from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Closed, Silent, StoreLine
-from zeroshard.comm.whereabouts import only_saves, waits_in_vain, where
+from zeroshard.comm.whereabouts import came_from_program, only_saves, waits_in_vain, where
 from zeroshard.errors import Error, TookTooLong
 
 GRACE_SECONDS = 2.0
@@ -160,7 +160,7 @@ class Watch:
     def _leave(self, store: Store) -> None:
         self._heart.end()
         if not self._has_failed:
-            self._notices.leave(store, self.beats, where(threading.main_thread().ident))
+            self._notices.leave(store, self.beats, _where(threading.main_thread().ident))
         # A cause that only this rank knows: the store had not answered, and does so only now.
         self._announce_found(store, self._cause)
 
@@ -172,11 +172,13 @@ class Watch:
         self._reported = True
         mine = Cause(self.rank, f"failed: {_in_one_line(error)}")
         follows = is_of_others(error)
+        own = _own(error.__context__) if follows and show is not None else None
         lost = error if isinstance(error, LostPeer) else self.what_happened(error) if follows else None
         cause = lost.cause if lost is not None else self._hear()
         if cause is None:
             found = lost.found if lost is not None else []
             if self._ask(partial(self._notices.claim, cause=mine), otherwise=True):
+                self._show_handled(own)
                 if found:
                     mine = Cause(self.rank, f"failed while waiting: {'; '.join(found)}")
                     _print(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
@@ -192,6 +194,7 @@ class Watch:
         if show is not None:
             if cause is None or not (follows or mine.what == cause.what):
                 show()
+            self._show_handled(own)
             self._say(cause)
 
     @waits_in_vain
@@ -274,7 +277,7 @@ class Watch:
         self.beats += 1
         main = threading.main_thread().ident
         position = HERE.position(sys._current_frames().get(main or 0))
-        at = where(main)
+        at = _where(main)
         is_stuck = position is not None
         # Whoever waits for this rank then waits in vain, however long the save takes.
         left = dict(HERE.begun) if (saves := only_saves()) else None
@@ -325,6 +328,8 @@ class Watch:
         if self._ending.wait(GRACE_SECONDS):
             return
         with suppress(Exception):
+            if not self._reported:
+                self._show_handled(_handled(threading.main_thread().ident))
             self._say(cause)
             sys.stdout.flush(), sys.stderr.flush()
         # Not sys.exit: in a thread it ends only that thread, and the main thread may wait inside NCCL, where no Python
@@ -358,6 +363,13 @@ class Watch:
     def _announce(self, cause: Cause) -> None:
         self._ask(partial(self._notices.announce, cause=cause), None)
         self._peers.wake()
+
+    def _show_handled(self, error: BaseException | None) -> None:
+        """Print the error that this rank was handling while it waited: often the first one of all. (A `finally:` that
+        saves is called by the rank that raised alone, and the others never come.)"""
+        if error is not None:
+            _print(f"rank {self.rank} of {self.world_size} waited for another rank while it handled this error:")
+            traceback.print_exception(error)
 
     def _say(self, cause: Cause | None) -> None:
         said, self._said = self._said, True  # both the main thread and the guard come here; one line is enough
@@ -443,7 +455,7 @@ def where_is(rank: int) -> str:
     watch = current()
     at = OUTSIDE
     if rank == (watch.rank if watch is not None else dist.get_rank()):
-        at = where(threading.main_thread().ident)
+        at = _where(threading.main_thread().ident)
     elif watch is not None:
         at = watch.last_seen(rank)
     return f", {at}" if at not in (OUTSIDE, GIVING_UP) else ""
@@ -452,6 +464,31 @@ def where_is(rank: int) -> str:
 def is_of_others(error: BaseException) -> bool:
     """Whether another rank may have caused this error."""
     return isinstance(error, RuntimeError) and (isinstance(error, LostPeer) or bool(_OF_OTHERS.search(str(error))))
+
+
+def _own(error: BaseException | None) -> BaseException | None:
+    """The last error of this chain of contexts that came from the program's own lines, and is this rank's alone."""
+    while error is not None and (is_of_others(error) or _is_of_ranks(error) or not came_from_program(error)):
+        error = error.__context__
+    return error
+
+
+def _is_of_ranks(error: BaseException) -> bool:
+    return type(error).__module__.startswith(__package__)  # LostPeer, OutOfOrder, ...: it names the others itself
+
+
+def _handled(thread: int | None) -> BaseException | None:
+    """The error that a thread handles: in an `except`, a `finally`, an `__exit__`."""
+    found: Any = sys._current_exceptions().get(thread or 0)
+    return _own(found[1] if isinstance(found, tuple) else found)  # a tuple in Python 3.11
+
+
+def _where(thread: int | None) -> str:
+    """Where a thread is, and the error that it handles there."""
+    at, error = where(thread), _handled(thread)
+    if error is None or at in (OUTSIDE, GIVING_UP):
+        return at
+    return f"{at}, while it handles {_in_one_line(error)[:200]}"
 
 
 @contextmanager

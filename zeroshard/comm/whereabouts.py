@@ -63,6 +63,15 @@ def only_saves() -> bool:
     return is_over and bool(others) and all(one.name.startswith(SAVES) for one in others)
 
 
+def came_from_program(error: BaseException) -> bool:
+    """Whether an error came through a line that belongs to neither this engine nor torch nor the standard library,
+    between where it was raised and where it was caught."""
+    trace = error.__traceback__
+    while trace is not None and _is_library(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return trace is not None
+
+
 def _is_public(code: CodeType) -> bool:
     """Whether it is a function of this engine that users call."""
     here = code.co_filename.removeprefix(_HERE)
