@@ -3,6 +3,7 @@ both directions."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from pathlib import Path
@@ -430,6 +431,13 @@ def test_what_lightning_cannot_have_here_is_refused() -> None:
         ShardedStrategy(find_unused_parameters=True)
     with pytest.raises(TypeError, match="no static_graph"):
         FabricStrategy("zero1", static_graph=True)
+    with pytest.raises(TypeError, match="no bucket_cap: there"):
+        ShardedStrategy(bucket_cap=25)
+    # LightningCLI passes every option of DistributedDataParallel with its default.
+    of_ddp = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters.values())
+    usual = {one.name: one.default for one in of_ddp if one.name not in ("module", "device_ids")}
+    assert usual["find_unused_parameters"] is False and usual["bucket_cap_mb"] is None
+    assert ShardedStrategy("zero1", **usual).sharding == FabricStrategy("zero1", **usual).sharding == Sharding("zero1")
     with pytest.raises(ValueError, match="plugin DeepSpeedPrecision is not supported"):
         ShardedStrategy().precision_plugin = DeepSpeedPrecision("32-true")
     with pytest.raises(ValueError, match="leave out one of the two"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.comm.mesh import init
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
@@ -167,10 +169,12 @@ class _Named(Precision):
 
 def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
     """Raises:
-    TypeError: options of DistributedDataParallel were given."""
-    if found:
+    TypeError: options of DistributedDataParallel were given. (LightningCLI passes all of them, with their defaults.)"""
+    usual = inspect.signature(DistributedDataParallel).parameters
+    asked = [name for name, value in found.items() if name not in usual or value != usual[name].default]
+    if asked:
         raise InvalidType(
-            f"this strategy has no {', '.join(found)}: there is no DistributedDataParallel under it; what is about "
+            f"this strategy has no {', '.join(asked)}: there is no DistributedDataParallel under it; what is about "
             "sharding is a field of Sharding"
         )
 
