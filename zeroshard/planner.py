@@ -22,7 +22,7 @@ from zeroshard.layout.cuts import Pattern, Sizes, count, most_in_a_batch, sizes_
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot, numel_multiple
 from zeroshard.layout.owners import balance, cost
-from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
+from zeroshard.layout.pool_plan import PoolPlan, Request, as_backward_comes, beyond_turns, kept
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.small_units import with_small_ones_merged
@@ -272,8 +272,13 @@ class PlannedBuffer:
 
 @dataclass(frozen=True)
 class Training:
-    """What is planned: the units of a model under a plan, from the view of one rank. `gradients`: names of parameters
-    in the order in which backward comes to them; none: as if units ran in the order of registration."""
+    """What is planned: the units of a model under a plan, from the view of one rank.
+
+    Attributes:
+        gradients: names of parameters in the order in which backward comes to them; none: as if units ran in the order
+            of registration.
+        gathered_apart: names of the units that are gathered into a buffer of their own, though they are to take turns.
+    """
 
     units: tuple[PlannedUnit, ...]
     plan: Plan
@@ -281,6 +286,7 @@ class Training:
     optimizer: OptimizerNeeds = ADAM
     rank: int = 0
     gradients: tuple[str, ...] = ()
+    gathered_apart: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -315,16 +321,18 @@ class Training:
         requests = [unit.spec.bucket_request(unit.layout.numel) for unit in borrowing]
         buckets = PoolPlan.for_gradients(requests, reads_peers=reads_peers)
         requests = [request for request in requests if request.key not in buckets.own]
-        buffers = [PlannedBuffer("ring", size) for size in (self._ring().sizes if has_peers else ())]
+        weights = self._weight_requests() if has_peers else []
+        buffers = [PlannedBuffer("ring", size) for size in PoolPlan.for_weights(weights).sizes]
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
-        turns = Counter(request.queue for request in requests)
         at_once = {one.key for one in self._at_once(requests, buckets)}
-        last = {request.queue: request.key for request in requests}  # requests are in the order of reduction
+        opened = as_backward_comes(self._as_opened(requests))
         for queue, (number, num_bytes) in buckets.shared.items():
-            # `Reductions.start` gives back the buckets that the last two units do not need; under `no_sync` most units
-            # have buckets of their own.
-            unneeded = number - (last[queue] not in at_once)
-            idle = 0 if reads_peers else min(number, turns[queue] - 2) if no_sync else unneeded
+            reduced, first = ([one.key for one in of if one.queue == queue] for of in (requests, opened))
+            idle = number - (reduced[-1] not in at_once)
+            if no_sync:  # the first units have these buckets, and the others buckets of their own
+                idle = max(number - 1, sum(key not in reduced[-2:] for key in first[:number]))
+            # `Reductions.start` gives back those that the last two units do not need, and `end` all but one.
+            idle = 0 if reads_peers or (no_sync and number == 1) else idle
             buffers += [PlannedBuffer("buckets", num_bytes, passing=i < idle) for i in range(number)]
         way = self.topology.transport, self.topology.num_shards, self.topology.num_replicas
         in_place = not borrowing
@@ -332,10 +340,11 @@ class Training:
         of_shards, of_replicas = map(max, zip(*scratch, strict=True))
         buffers += [PlannedBuffer("scratch", of_shards)] * (1 if borrowing else min(IN_FLIGHT, len(scratch)))
         buffers += [PlannedBuffer("scratch", of_replicas)]
+        buffers += [PlannedBuffer("ring", one.num_bytes) for one in weights if one.key in self.gathered_apart]
         numbers = {queue: number for queue, (number, _) in buckets.shared.items()}
         more = [one for one in requests if one.key in at_once]
         if no_sync:
-            more = beyond_turns(self._as_opened(requests), numbers)
+            more = beyond_turns(opened, numbers)  # in the order in which they are made
         buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
         return buffers
 
@@ -349,7 +358,8 @@ class Training:
     def _as_opened(self, requests: Sequence[Request]) -> list[Request]:
         """The requests, with the places at which backward comes to their units."""
         unit_of = {slot.name: unit.spec.name for unit in self.units for slot in unit.layout.slots}
-        first = {unit_of[name]: number for number, name in reversed(tuple(enumerate(self.gradients)))}
+        gradients = [(number, name) for number, name in enumerate(self.gradients) if name in unit_of]  # none is ignored
+        first = {unit_of[name]: number for number, name in reversed(gradients)}
         return [replace(one, places=(0, -first[one.key])) if one.key in first else one for one in requests]
 
     def _at_once(self, requests: Sequence[Request], buckets: PoolPlan) -> list[Request]:
@@ -380,12 +390,12 @@ class Training:
         """The units that are reduced, in this order."""
         return [unit for unit in in_order_of_reduction(self.units) if unit.is_reduced]
 
-    def _ring(self) -> PoolPlan:
+    def _weight_requests(self) -> list[Request]:
+        """Of the units that are gathered."""
         gathered = self.units if self.plan.weights is SHARDED else ()
         topology = self.topology
         in_common = topology.transport.has_common_shards(topology.num_shards, topology.device_type)
-        requests = (unit.spec.weight_request(unit.layout.numel, in_common=in_common) for unit in gathered)
-        return PoolPlan.for_weights(requests)
+        return [unit.spec.weight_request(unit.layout.numel, in_common=in_common) for unit in gathered]
 
     # Step ----------------------------------------------------------------------------------------------------------
 

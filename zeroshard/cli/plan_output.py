@@ -178,7 +178,10 @@ def _in_words(forecast: Forecast) -> str:
 
 
 def _of_trace(forecast: Forecast) -> dict[str, Any] | None:
-    return None if forecast.trace is None else vars(forecast.trace) | {"modules": dict(forecast.trace.modules)}
+    if forecast.trace is None:
+        return None
+    found = {name: value for name, value in vars(forecast.trace).items() if name != "calls"}
+    return found | {"modules": dict(forecast.trace.modules)}
 
 
 def _named(forecast: Forecast) -> tuple[Any, ...]:

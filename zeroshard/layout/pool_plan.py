@@ -85,7 +85,7 @@ def _beyond_at_once(requests: Iterable[Request], count: int) -> set[Hashable]:
     """The keys of those that find all of `count` buffers in use, because their places overlap: units of two precisions
     in one block, for example, accumulate at the same time."""
     in_use, beyond = list[int](), set[Hashable]()  # the first places of those that have a buffer
-    for request in _as_backward_comes(requests):
+    for request in as_backward_comes(requests):
         first, last = request.places
         in_use = [place for place in in_use if place < last]
         if len(in_use) < count:
@@ -95,7 +95,7 @@ def _beyond_at_once(requests: Iterable[Request], count: int) -> set[Hashable]:
     return beyond
 
 
-def _as_backward_comes(requests: Iterable[Request]) -> list[Request]:
+def as_backward_comes(requests: Iterable[Request]) -> list[Request]:
     return sorted(requests, key=lambda request: request.places[1], reverse=True)
 
 
@@ -103,7 +103,7 @@ def beyond_turns(requests: Iterable[Request], turns: Mapping[Hashable, int]) -> 
     """The requests without a buffer, if all need one at once. `turns`: queue -> number of buffers."""
     left = dict(turns)
     more = []
-    for request in _as_backward_comes(requests):
+    for request in as_backward_comes(requests):
         if request.alone:
             continue
         if left.get(request.queue, 0):

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +28,7 @@ from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts
 from zeroshard.model.paths import modules_of
 from zeroshard.model.trees import tensors_in
 from zeroshard.model.units import UnitSpec, plain_name
+from zeroshard.planning.calls import Calls, Recorder
 
 T = TypeVar("T")
 
@@ -92,6 +93,7 @@ class Trace:
         modules: path of a module -> the bytes that its forward leaves.
         gradients: (name of a parameter, the most bytes since the previous gradient), in the order of backward.
         rest: the most after the last gradient.
+        calls: of the modules.
     """
 
     inputs: int
@@ -101,6 +103,7 @@ class Trace:
     modules: Mapping[str, int]
     gradients: tuple[tuple[str, int], ...]
     rest: int
+    calls: Calls = field(compare=False, repr=False)
 
     @property
     def peak(self) -> int:
@@ -250,6 +253,7 @@ def _trace(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     live, modules, gradients = _LiveWithoutValues(), dict[str, int](), list[tuple[str, int]]()
+    recorder = Recorder(modules_of(model))
     with ExitStack() as stack:
         # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -263,7 +267,7 @@ def _trace(
         if device_type != "cpu":
             stack.enter_context(_AttentionOfGPUs())
         stack.enter_context(_without_onednn())
-        seen = stack.enter_context(_measured(model, live, modules))
+        seen = stack.enter_context(_measured(model, live, modules, recorder))
         stack.enter_context(live)
         for buffer in model.buffers():
             live.note(buffer, counted=False)  # an operator that changes it in place returns it
@@ -281,7 +285,7 @@ def _trace(
             loss.backward()  # type: ignore[no-untyped-call]
         rest = live.mark()
         backward = max([rest, *(num_bytes for _, num_bytes in gradients)])
-    trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest)
+    trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest, recorder.calls)
     return _Traced(casts, seen, trace)
 
 
@@ -330,9 +334,11 @@ def _recomputed(module: nn.Module, *, is_root: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[dict[nn.Module, set[torch.dtype]]]:
-    """A scope that records in `found` the bytes that the first forward of each module leaves. Yields the dtypes of the
-    inputs of each module."""
+def _measured(
+    model: nn.Module, live: Live, found: dict[str, int], recorder: Recorder
+) -> Iterator[dict[nn.Module, set[torch.dtype]]]:
+    """A scope that records in `found` the bytes that the first forward of each module leaves, and the calls. Yields the
+    dtypes of the inputs of each module."""
     handles, open_calls, dtypes = [], dict[str, int](), dict[nn.Module, set[torch.dtype]]()
 
     def begin(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -340,14 +346,16 @@ def _measured(model: nn.Module, live: Live, found: dict[str, int]) -> Iterator[d
         found_in.update(one.dtype for one in tensors_in((args, kwargs)) if one.is_floating_point())
         if path not in found:
             open_calls.setdefault(path, live.now)
+        recorder.begin(module, (args, kwargs))
 
-    def end(path: str, module: nn.Module, args: Any, output: Any) -> None:
+    def end(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        recorder.end(module, (args, kwargs), output)
         if path in open_calls:
             found[path] = live.now - open_calls.pop(path)
 
     for path, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(partial(begin, path), prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(partial(end, path)))
+        handles.append(module.register_forward_hook(partial(end, path), with_kwargs=True, always_call=True))
     try:
         yield dtypes
     finally:

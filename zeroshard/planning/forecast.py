@@ -34,7 +34,7 @@ from zeroshard.planning.hints import MACHINE, WORTH_IT, Gathers, Hint, shards_to
 from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.optimizers import GroupOf, Needs, Optimizers, needs_of, num_groups
 from zeroshard.planning.time_model import Machine, Span, StepTime, machine_named, message_seconds, step_time, timeline
-from zeroshard.planning.traffic import Schedule, step_events
+from zeroshard.planning.traffic import Gathered, Schedule, step_events
 
 MOST_RANKS = 1 << 20
 
@@ -332,8 +332,11 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         of = _planned(model, found)
         training, needs, workload = of.training, of.needs, found.workload
         trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
+    schedule, gathers = _schedule(training, needs, found), None
     if trace is not None:
-        training = replace(training, gradients=tuple(name for name, _ in trace.gradients))
+        gathers = Gathered.of(training, schedule, trace.calls)
+        order = tuple(name for name, _ in trace.gradients)
+        training = replace(training, gradients=order, gathered_apart=gathers.apart)
     phases = of.phases_of(found, training)
     return Forecast(
         configuration=found,
@@ -345,7 +348,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         state=of.state,
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         padding_of_all=sum(map(_padding_of_all, training.units)),
-        events=step_events(training, _schedule(training, needs, found)),
+        events=step_events(training, schedule, gathers),
         training=training,
         file=of.file,
         again=partial(_again, model, known),
@@ -359,7 +362,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
 @dataclass(frozen=True)
 class _Planned:
     """What neither a workload nor the micro-batches of a step change. `phases`: whether micro-batches accumulate
-    locally, and the order of gradients -> the phases."""
+    locally, the order of gradients, and the units that are gathered apart -> the phases."""
 
     specs: Sequence[UnitSpec]
     needs: Needs
@@ -370,10 +373,10 @@ class _Planned:
     num_bytes_in_full: int
     state: Mapping[str, int]
     looked_up: frozenset[str]
-    phases: dict[tuple[bool, tuple[str, ...]], dict[str, Phase]] = field(default_factory=dict)
+    phases: dict[tuple[bool, tuple[str, ...], frozenset[str]], dict[str, Phase]] = field(default_factory=dict)
 
     def phases_of(self, configuration: Configuration, training: Training) -> dict[str, Phase]:
-        key = configuration.accumulates_locally, training.gradients
+        key = configuration.accumulates_locally, training.gradients, training.gathered_apart
         if key not in self.phases:
             copies = Copies(self.num_bytes_in_full, sum(item.num_bytes for item in self.file.items))
             self.phases[key] = _phases(training, self.needs, configuration, copies)

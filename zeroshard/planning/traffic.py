@@ -1,7 +1,8 @@
 """Plans the collectives of a step on one rank: the events that `handle.comm_log` will have.
 
-Units are assumed to run once each, in the order of registration, and backward in reverse. Under ZERO3, the pool buffers
-in which units take turns decide which units are gathered twice (see `runtime/gather.py`).
+Under ZERO3, the pool buffers in which units take turns decide which units are gathered twice (see `runtime/gather.py`).
+With a batch, units run as its trace has recorded (`replay.py`). Else it is assumed that they run once each, in the
+order of registration, and backward in reverse.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -17,7 +19,12 @@ from zeroshard.comm.packets import packet_sizes
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
+from zeroshard.planning.calls import Calls
+from zeroshard.planning.replay import Replay
 from zeroshard.step.control import row_numbers
+
+STEPS_REPLAYED = 8
+"""At most. In some models, whose units are parts of two blocks, two numbers of gathers take turns from step to step."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,8 @@ class Schedule:
     num_scalers: int = 0
 
 
-def step_events(training: Training, schedule: Schedule) -> Counter[CommEvent]:
-    """How often each event occurs in a step, from the second step on."""
+def step_events(training: Training, schedule: Schedule, gathers: Gathered | None = None) -> Counter[CommEvent]:
+    """How often each event occurs in a step, from the second step on. `gathers`: if they are known from a trace."""
     events = Counter[CommEvent]()
     for unit in training.units:
         if unit.is_reduced:
@@ -46,8 +53,8 @@ def step_events(training: Training, schedule: Schedule) -> Counter[CommEvent]:
                 events[event] += schedule.reductions
         if unit.spec.trainable and training.plan.weights is REPLICATED and training.plan.main is SHARDED:
             events[_gather(unit, "step", unit.spec.weight_dtype)] += 1
-    if training.plan.weights is SHARDED and training.topology.num_shards > 1:
-        events.update(_gathers(training, schedule))
+    if _gathers_weights(training):
+        events.update(_gathers(training, schedule) if gathers is None else gathers.events)
     events.update(_to_owners_and_back(training))
     events.update(_control(training, schedule))
     return Counter({event: number for event, number in events.items() if event.bytes or event.op == "all_to_all"})
@@ -93,6 +100,36 @@ def _gathers(training: Training, schedule: Schedule) -> Counter[CommEvent]:
                     events[_gather(unit, phase, unit.spec.weight_dtype)] += 1
         held = {place: unit for place, unit in held.items() if place in stay and not unit.spec.trainable}
     return events
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The gathers of a step in which modules are called as recorded. `apart`: the units that get a buffer of their own
+    when they are gathered, though they are to take turns."""
+
+    events: Counter[CommEvent]
+    apart: frozenset[str]
+
+    @classmethod
+    def of(cls, training: Training, schedule: Schedule, calls: Calls) -> Self:
+        if not _gathers_weights(training):
+            return cls(Counter(), frozenset())
+        stay, replay = _places_that_stay(training, schedule), Replay(training.units, calls)
+        events, before = Counter[CommEvent](), None
+        for _ in range(STEPS_REPLAYED):  # what is gathered ahead depends on what has followed in the steps before
+            events, before = Counter(), events
+            for _ in range(schedule.micro_batches):
+                replay.micro_batch()
+            for unit, phase, number in replay.gathered():
+                events[_gather(unit, phase, unit.spec.weight_dtype)] += number
+            replay.step(stay.__contains__)
+            if events == before:
+                break
+        return cls(events, frozenset(replay.apart()))
+
+
+def _gathers_weights(training: Training) -> bool:
+    return training.plan.weights is SHARDED and training.topology.num_shards > 1
 
 
 def _buffers_of(units: tuple[PlannedUnit, ...]) -> PoolPlan:
