@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -399,13 +400,17 @@ class Training:
 
     # Step ----------------------------------------------------------------------------------------------------------
 
-    def stepped(self) -> Bytes:
-        """The bytes of the optimizer: state, scratch, and main of whole parameters."""
+    def stepped(self, wholes: Sequence[PlannedWhole] | None = None) -> Bytes:
+        """The bytes of the optimizer: state, scratch, and main of whole parameters. `wholes`: if they are known."""
+        wholes = self.wholes() if wholes is None else wholes
         return Bytes.total(
             [
                 Bytes(),
                 *(self._stepped_in_pieces(one) for one, steps_whole in self._steppers().items() if not steps_whole),
-                *(self._stepped_whole(of_one) for of_one in by_stepper(self.wholes()).values()),
+                *(
+                    self._stepped_whole(of_one)
+                    for of_one in by_stepper(self.wholes() if wholes is None else wholes).values()
+                ),
             ]
         )
 
@@ -482,7 +487,7 @@ def fullest_rank(training: Training) -> int:
     wholes, num_ranks = training.wholes(), training.topology.num_shards
     if not wholes or training.plan.main is REPLICATED or num_ranks == 1:
         return training.rank
-    held = [0.0] * num_ranks
+    held = np.zeros(num_ranks)
     for whole in wholes:
         main = whole.slot.world.numel * whole.unit.spec.precision.main_dtype.itemsize
         held[whole.owner] += whole.state.sum + 2 * main  # main, and scratch for it
@@ -492,11 +497,13 @@ def fullest_rank(training: Training) -> int:
             if slot.name not in names and slot.world:
                 stepper, main_dtype = training.optimizer.stepper_of(slot.name), unit.spec.precision.main_dtype
                 each = training.optimizer.piece_state(stepper, slot.world.numel, main_dtype).sum / slot.world.numel
-                first, last = (n // unit.layout.shard_numel for n in (slot.world.start, slot.world.stop - 1))
-                for rank in range(first, last + 1):
+                shard = unit.layout.shard_numel
+                first, last = (n // shard for n in (slot.world.start, slot.world.stop - 1))
+                held[first + 1 : last] += each * shard  # an embedding may lie on thousands of ranks
+                for rank in {first, last}:
                     held[rank] += each * (slot.world & unit.layout.shard(rank)).numel
     most = sorted(range(num_ranks), key=lambda rank: (-held[rank], rank))[:RANKS_COMPARED]
-    return max(most, key=lambda rank: (replace(training, rank=rank).stepped().sum, -rank))
+    return max(most, key=lambda rank: (replace(training, rank=rank).stepped(wholes).sum, -rank))
 
 
 def by_stepper(wholes: Iterable[PlannedWhole]) -> dict[Hashable, list[PlannedWhole]]:

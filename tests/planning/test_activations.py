@@ -380,3 +380,52 @@ def test_a_model_that_looks_at_values_is_refused_and_left_as_it_was() -> None:
         zeroshard.plan(model, Configuration(units=Block, workload=workload))
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Router(nn.Module):
+    """Converts itself to fp32 in each forward, as the routers of Switch Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, 4, bias=False)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.to(torch.float32).scores(x.float())
+        return scores
+
+
+class Routed(nn.Module):
+    def __init__(self, *, by_values: bool = False) -> None:
+        super().__init__()
+        self.inner, self.router, self.by_values = nn.Linear(WIDTH, WIDTH), Router(), by_values
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        scores = self.router(y)
+        if self.by_values:
+            y = y[torch.where(scores.argmax(-1) == 0)]
+        return y.float().mean() + scores.square().mean()
+
+
+def test_a_router_that_converts_itself_and_one_that_chooses_by_values() -> None:
+    """Both ended as "Couldn't swap Linear.weight": torch converts no parameter without values, even to its dtype."""
+
+    def plan(precision: Any, *, by_values: bool = False) -> Any:
+        workload = Workload(lambda: torch.ones(BATCH, WIDTH), loss_of)
+        with torch.device("meta"):
+            model = Routed(by_values=by_values)
+        options = Configuration(ranks=2, units=Routed, precision=precision, workload=workload)
+        try:
+            return zeroshard.plan(model, options).trace
+        finally:
+            assert not any("_apply" in vars(module) for module in model.modules())
+
+    kept = plan(zeroshard.MixedPrecision(param=torch.bfloat16, keep=(Router,)))
+    assert plan("fp32").modules["inner"] == 2 * kept.modules["inner"] == BATCH * WIDTH * 4
+    with pytest.raises(
+        ValueError, match=r"the weight of a Linear is converted in a forward to torch.float32, which sh"
+    ):
+        plan("bf16")
+    with pytest.raises(ValueError, match=r"traced without values: aten.nonzero.default depends on them .*without a ba"):
+        plan("fp32", by_values=True)

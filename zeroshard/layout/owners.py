@@ -15,7 +15,7 @@ def cost(shape: Sequence[int]) -> int:
 def balance(costs: Sequence[int], num_owners: int) -> list[int]:
     """The owner of each item: items go in order of falling cost to the rank with the least load (ties: the lowest
     rank)."""
-    loads = [(0, rank) for rank in range(num_owners)]  # a heap
+    loads = [(0, rank) for rank in range(min(num_owners, len(costs)))]  # a heap; the others remain without load
     owners = [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, owners[index] = loads[0]

@@ -274,7 +274,8 @@ def _trace(
         for name, parameter in fakes.items():
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
-        with in_one_line("activations: one micro-batch cannot be traced without values", InvalidValue):
+        stack.enter_context(_converted_to_what_they_are(model))
+        with in_one_line(_CANNOT_BE_TRACED, InvalidValue), _values_are_asked_for():
             inputs = workload.inputs()
             of_inputs = live.now
             loss = workload.loss(model, inputs)
@@ -317,6 +318,56 @@ def _without_values(
     finally:
         for kind, name, tensor in before:
             kind[name] = tensor
+
+
+_CANNOT_BE_TRACED = "activations: one micro-batch cannot be traced without values"
+
+
+@contextmanager
+def _values_are_asked_for() -> Iterator[None]:
+    """
+    Raises:
+        ValueError: code inside depends on values; the message says what to do.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise InvalidValue(
+            f"{_CANNOT_BE_TRACED}: {error.func} depends on them (`.item()`, `if x.sum() > 0`, or a mixture of experts "
+            "that calls each expert with its own tokens). Plan a variant that does not, or without a batch"
+        ) from error
+
+
+@contextmanager
+def _converted_to_what_they_are(model: nn.Module) -> Iterator[None]:
+    """A scope in which modules may convert themselves to the dtype that they have, as routers that compute in fp32 do.
+    Without values torch converts no parameter, not even so."""
+
+    def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for one in module.modules() if recurse else [module]:
+            for name, parameter in one._parameters.items():
+                if parameter is not None and (to := fn(parameter)) is not parameter:
+                    kind = type(one).__name__
+                    raise InvalidValue(
+                        f"activations: the {name} of a {kind} is converted in a forward to {to.dtype}, which shard() "
+                        "refuses, too: keep the module that does so in this dtype from the start, by "
+                        "precision=MixedPrecision(keep=(TheModule,))"
+                    )
+            one._buffers.update(
+                {name: buffer if buffer is None else fn(buffer) for name, buffer in one._buffers.items()}
+            )
+        return module
+
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        module._apply = partial(convert, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module._apply
 
 
 @contextmanager

@@ -67,10 +67,12 @@ class _Needed:
 
 @dataclass(eq=False)
 class _Visit:
-    """A forward of a unit that backward will come back to. `around`: the units of the calls around it."""
+    """A forward of a unit that backward will come back to. `around`: the units of the calls around it; `number`: its
+    place among the visits to come, if it is one."""
 
     unit: _Unit
     around: Sequence[_Unit]
+    number: int = -1
 
 
 class _Buffers:
@@ -93,6 +95,12 @@ class _Buffers:
                 self._behind[before].append(one)
             else:
                 before = one
+
+    @property
+    def state(self) -> Hashable:
+        """Between two micro-batches."""
+        where = tuple((one.place, one.is_gathered) for one in self.units)
+        return where, self._last, frozenset(self._followers.items()), frozenset(self._occupants.items())
 
     def enter(self, needed: _Needed, during: During) -> None:
         for one in needed.units:
@@ -223,6 +231,11 @@ class Replay:
         found, self._buffers.gathered = self._buffers.gathered, Counter()
         return ((one.unit, during, number) for (one, during), number in found.items())
 
+    @property
+    def state(self) -> Hashable:
+        """What the next micro-batch depends on."""
+        return self._buffers.state
+
     def step(self, staying: Callable[[Hashable], bool]) -> None:
         """See `_Buffers.step`."""
         self._buffers.step(staying)
@@ -262,7 +275,10 @@ class Replay:
                 self._without_graph.pop(one, None)
         if self._trains:
             seen = {visit.unit for visit in self._visits} | self._at.keys() if event.task != -1 else set()
-            self._visits += [visit for visit in visits if visit.unit not in seen]
+            for visit in visits:
+                if visit.unit not in seen:
+                    visit.number = len(self._visits)
+                    self._visits.append(visit)
         self._made[event.call] = visits
 
     def _grad(self, event: Event) -> None:
@@ -270,12 +286,13 @@ class Replay:
         if not visits:
             return
         units, around = [visit.unit for visit in visits], visits[0].around
-        waiting = [index for index, visit in enumerate(self._visits) if visit in visits]
+        to_come = self._visits
+        waiting = [n for visit in visits if (n := visit.number) != -1 and n < len(to_come) and to_come[n] is visit]
         if not waiting:
             self._buffers.enter_backward([*around, *units])
             return
-        self._visit_from(waiting[-1] + 1, event.task)
-        del self._visits[waiting[0] :]
+        self._visit_from(max(waiting) + 1, event.task)
+        del to_come[min(waiting) :]
         self._come_to(units, around, event.task)
 
     # Backward -----------------------------------------------------------------------------------------------------

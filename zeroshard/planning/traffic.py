@@ -8,7 +8,7 @@ order of registration, and backward in reverse.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,6 +19,7 @@ from zeroshard.comm.packets import packet_sizes
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
+from zeroshard.planning.activations import once
 from zeroshard.planning.calls import Calls
 from zeroshard.planning.replay import Replay
 from zeroshard.step.control import row_numbers
@@ -114,18 +115,51 @@ class Gathered:
     def of(cls, training: Training, schedule: Schedule, calls: Calls) -> Self:
         if not _gathers_weights(training):
             return cls(Counter(), frozenset())
-        stay, replay = _places_that_stay(training, schedule), Replay(training.units, calls)
-        events, before = Counter[CommEvent](), None
-        for _ in range(STEPS_REPLAYED):  # what is gathered ahead depends on what has followed in the steps before
-            events, before = Counter(), events
-            for _ in range(schedule.micro_batches):
-                replay.micro_batch()
-            for unit, phase, number in replay.gathered():
-                events[_gather(unit, phase, unit.spec.weight_dtype)] += number
-            replay.step(stay.__contains__)
-            if events == before:
-                break
-        return cls(events, frozenset(replay.apart()))
+        units, stay = training.units, _places_that_stay(training, schedule)
+        key = "gathers", _alike(units), frozenset(map(repr, stay)), schedule.micro_batches, calls.events
+        found, apart = once(key, (), lambda: _replayed(units, calls, schedule.micro_batches, stay))
+        events = Counter[CommEvent]()
+        for number, phase, times in found:
+            events[_gather(units[number], phase, units[number].spec.weight_dtype)] += times
+        return cls(events, apart)
+
+
+def _alike(units: Sequence[PlannedUnit]) -> Hashable:
+    """Equal for units that are gathered at the same times (those of two precisions, in most models)."""
+    requests = [unit.spec.weight_request(unit.layout.numel) for unit in units]
+    queues = list(dict.fromkeys(request.queue for request in requests))
+    specs = [unit.spec for unit in units]
+    return tuple(
+        (spec.name, spec.modules, spec.gathered_by, spec.trainable, spec.outer, one.alone, queues.index(one.queue))
+        for spec, one in zip(specs, requests, strict=True)
+    )
+
+
+def _replayed(
+    units: Sequence[PlannedUnit], calls: Calls, micro_batches: int, stay: Collection[Hashable]
+) -> tuple[list[tuple[int, str, int]], frozenset[str]]:
+    """The gathers of a step, each with the number of its unit, phase, and how many; and `Gathered.apart`."""
+    replay, number_of = Replay(units, calls), {unit.spec.name: number for number, unit in enumerate(units)}
+    found, before = Counter[tuple[int, str]](), None
+    for _ in range(STEPS_REPLAYED):  # what is gathered ahead depends on what has followed in the steps before
+        found, before = Counter(), found
+        for unit, phase, times in _gathered_in_a_step(replay, micro_batches):
+            found[number_of[unit.spec.name], phase] += times
+        replay.step(stay.__contains__)
+        if found == before:
+            break
+    return [(*key, times) for key, times in found.items()], frozenset(replay.apart())
+
+
+def _gathered_in_a_step(replay: Replay, micro_batches: int) -> Iterator[tuple[PlannedUnit, str, int]]:
+    """Unit, phase, how many gathers. A micro-batch that begins as the one before it gathers the same."""
+    for number in range(micro_batches):
+        begun = replay.state
+        replay.micro_batch()
+        times = micro_batches - number if replay.state == begun else 1
+        yield from ((unit, phase, times * gathers) for unit, phase, gathers in replay.gathered())
+        if times > 1:
+            return
 
 
 def _gathers_weights(training: Training) -> bool:
@@ -153,6 +187,8 @@ def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
 def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
     """The pool buffers of weights that stay held through a step (on a CPU, if they are small): what a frozen unit has
     gathered there stays valid."""
+    if training.topology.device_type != "cpu":
+        return set()
     plan = _buffers_of(training.units)
     places = [*plan.own, *((queue, n) for queue, (count, _) in plan.shared.items() for n in range(count))]
     buffers = training.pool(no_sync=schedule.micro_batches > schedule.reductions)
