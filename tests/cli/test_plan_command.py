@@ -513,6 +513,9 @@ def test_a_checkpoint_without_one_of_its_files_is_not_compared(
     on_disk, of_index = of_rank.stat().st_size, Path(f"{of_rank}.index.json").stat().st_size
     found = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))["of_rank_0"][-1]
     assert (found["what"], found["measured"]) == ("files of a checkpoint, all ranks", on_disk + of_index)
+    more = {**start, "step": 1, "ranks": 3}  # resumed by three ranks, which have not saved yet
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, (start, record, more, {**record, "step": 2}))))
+    assert json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))["of_rank_0"][-1] == found
     of_rank.write_bytes(of_rank.read_bytes()[:-1])
     cut = said(capsys, "plan", "--compare", tmp_path, code=2)
     assert f"{of_rank} is damaged: expected {on_disk} bytes, found {on_disk - 1} bytes" in cut

@@ -81,6 +81,15 @@ def saved_bytes(step: Path) -> int:
     return sum(sizes.values())
 
 
+def ranks_that_saved(step: Path) -> int:
+    """How many ranks have written a checkpoint.
+
+    Raises:
+        ValueError: the manifest is damaged.
+    """
+    return len(_manifest(step).files)
+
+
 def _manifest(step: Path) -> Manifest:
     """
     Raises:
