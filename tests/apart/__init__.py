@@ -30,7 +30,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
 
 NAME = "apart"
 _SOURCE = Path(__file__).parent / "device.cpp"
@@ -56,6 +55,8 @@ def _built() -> Path:
     Raises:
         CalledProcessError, FileNotFoundError: the compiler's.
     """
+    from torch.utils.cpp_extension import get_cxx_compiler, include_paths, library_paths
+
     source = _SOURCE.read_bytes()
     built = _BUILD / f"{torch.__version__}-{hashlib.sha256(source).hexdigest()[:12]}.so"
     if not built.exists():

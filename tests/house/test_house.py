@@ -233,5 +233,5 @@ def test_tests_stand_in_folders_of_the_rooms_and_have_names_of_their_own() -> No
     paths = list((ROOT / "tests").rglob("test_*.py"))
     names = Counter(path.name for path in paths)
     assert [name for name, times in names.items() if times > 1] == []
-    across = {"parity", "real_models", "failures", "outside", "house", "documents", "gpu", "hosts", "tests"}
+    across = {"parity", "real_models", "failures", "outside", "house", "documents", "apart", "gpu", "hosts", "tests"}
     assert {path.parent.name for path in paths} - across <= set(ROOMS)
