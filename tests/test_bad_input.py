@@ -415,6 +415,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated(rank: int
         assert optimizer.step().applied
 
 
+@pytest.mark.by_cpu
 @on_ranks(3)
 def test_ranks_that_run_units_in_another_order_are_told_apart(rank: int) -> None:
     """Ranks that gather two units of equal size in different orders would get each other's weights without an error."""

@@ -91,6 +91,7 @@ def test_a_parameter_that_is_elsewhere_can_be_neither_read_nor_written(rank: int
     assert not any(value.isnan().any() for value in handle.full_state_dict().values())
 
 
+@pytest.mark.by_cpu
 def test_rank_0_gives_the_first_values() -> None:
     def check(rank: int) -> tuple[dict[str, Tensor], Tensor]:
         torch.manual_seed(rank)
@@ -413,6 +414,7 @@ def test_no_sync_communicates_nothing_and_ends_with_its_block(rank: int) -> Any:
 # Transports -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_cpu
 def test_messages_and_shared_memory_move_the_same_bits() -> None:
     jobs = [Job(steps=2), Job(precision="bf16", steps=1, micro_batches=2, reduce_every_micro_batch=True)]
 

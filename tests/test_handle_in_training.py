@@ -197,6 +197,7 @@ class Large(Net):
         self.blocks = nn.ModuleList(Block(hidden=4000) for _ in range(4))
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(rank: int) -> None:
     for number, precision in enumerate(PRECISIONS):
@@ -300,6 +301,7 @@ def little_memory(more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right(rank: int) -> None:
     """A real memory limit, reached by an activation in forward or by a gradient in backward, while gathers and
@@ -374,6 +376,7 @@ def counted() -> tuple[int, int, int]:
     return tensors, len(os.listdir("/proc/self/fd")), shared_blocks()
 
 
+@pytest.mark.by_cpu
 def test_many_lives_leave_nothing_behind() -> None:
     """Half of the handles are closed, half are just dropped."""
 
@@ -399,6 +402,7 @@ def test_many_lives_leave_nothing_behind() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
     """The negative control of the test above."""

@@ -68,6 +68,7 @@ def test_one_rank_is_a_plain_loop_bit_for_bit(rank: int) -> None:
             assert per_step(job, 1) == losses
 
 
+@pytest.mark.by_cpu
 @on_ranks(1)
 def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_are_exact(rank: int) -> None:
     for num_ranks, k in ((2, 1), (3, 1), (3, 3), (4, 2)):
@@ -84,6 +85,7 @@ def test_several_ranks_are_the_whole_batch_to_rounding_and_exactly_where_sums_ar
             expect_close(found, weights)
 
 
+@pytest.mark.by_cpu
 @on_ranks(1)
 def test_one_rank_less_is_seen(rank: int) -> None:
     """The negative control of the two above."""
@@ -92,6 +94,7 @@ def test_one_rank_less_is_seen(rank: int) -> None:
     assert largest_difference(train_reference(job, 2)[0].weights, weights) > 1e-3
 
 
+@pytest.mark.by_cpu
 @on_ranks(1)
 def test_clipping_is_torchs(rank: int) -> None:
     for max_norm in (1e-2, 1e9):

@@ -220,6 +220,7 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was(rank: int) -> None:
     assert len(optimizer.state_dict()["param_groups"]) == 1 and handle
 
 
+@pytest.mark.by_cpu
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_recorded_weights_are_those_of_a_plain_model() -> None:
     """What torch.jit.trace records keeps the memory of the weights. Under ZERO3 other weights use it afterwards, so the

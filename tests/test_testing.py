@@ -28,6 +28,7 @@ def test_results_come_back_in_rank_order_and_ranks_can_talk() -> None:
     assert run_ranks(run, 3, 10) == [(0, 3, 33.0), (1, 3, 33.0), (2, 3, 33.0)]
 
 
+@pytest.mark.by_cpu
 def test_tensors_come_back_as_they_were() -> None:
     def make() -> list[torch.Tensor]:
         x = torch.arange(6.0).reshape(2, 3) / 7
@@ -92,6 +93,7 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
     assert time.monotonic() - start < AT_ONCE
 
 
+@pytest.mark.by_cpu
 def test_init_without_a_launcher_is_a_world_of_one() -> None:
     def run(rank: int) -> bool:
         dist.destroy_process_group()
@@ -104,6 +106,7 @@ def test_init_without_a_launcher_is_a_world_of_one() -> None:
     assert run_ranks(run, 1) == [True]
 
 
+@pytest.mark.by_cpu
 def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's five lines are the same with GPUs: `model.to(zeroshard.init())`. (The GPUs here are simulated.)"""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -34,6 +35,7 @@ class Holds:
         self.value = state["value"]
 
 
+@pytest.mark.by_cpu
 def test_their_values_are_broadcast_saved_loaded_and_exported(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         for number, plan in enumerate(plans_of(1)):

@@ -233,6 +233,7 @@ class NewStorages(TorchDispatchMode):
         return result
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16-remainder"])
 def test_nothing_large_is_made_on_the_way(tmp_path: Path, precision: str) -> None:
     """A rank holds 4 MB of main, and as much of each moment; saving and loading handle one block or piece at a time."""

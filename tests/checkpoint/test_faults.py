@@ -80,6 +80,7 @@ def recovers(directory: Path, old: Any, new: Any) -> list[str]:
     return problems if same_bits(read_all(directory / "step-3"), new) else [*problems, "the next save is wrong"]
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("mode", list(STEP_OF))
 def test_ranks_killed_at_random_moments(saved: tuple[Path, Any, Any], tmp_path: Path, mode: str) -> None:
     source, old, new = saved
@@ -107,6 +108,7 @@ def test_ranks_killed_at_random_moments(saved: tuple[Path, Any, Any], tmp_path: 
     assert bad == []
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("mode", list(STEP_OF))
 def test_killed_at_every_call_of_a_save(saved: tuple[Path, Any, Any], tmp_path: Path, mode: str) -> None:
     source, old, new = saved
@@ -270,6 +272,7 @@ def test_space_is_checked_to_the_byte(tmp_path: Path) -> None:
     assert 0 <= needed - sum(on_disk) <= 4096, "what the manifest is reckoned with may exceed it by a few commas"
 
 
+@pytest.mark.by_cpu
 def test_negative_control_writing_in_place_loses_both(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
     """Without the rename (files are written directly under the final name) the same kills leave unreadable steps."""
     source, old, new = saved

@@ -184,6 +184,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.by_cpu
 def test_what_torch_keeps_in_a_group_is_kept(tmp_path: Path) -> None:
     """Sets, dtypes, tensors of several elements, and lists with tensors were left out in silence. A tensor of one
     number came back as a number."""
@@ -266,6 +267,7 @@ class Configured(torch.optim.SGD):
                 group.setdefault(key, value)
 
 
+@pytest.mark.by_cpu
 def test_objects_are_refused_by_name_unless_the_class_brings_them(tmp_path: Path) -> None:
     """Whoever builds the optimizer again gives it its configuration again. What was set later would be lost."""
 

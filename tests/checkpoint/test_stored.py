@@ -48,6 +48,7 @@ def saved_again(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[in
     return folder, loaded
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("name", KINDS)
 def test_what_was_stored_loads_and_is_stored_again(
     name: str, saved_again: tuple[Path, dict[int, list[dict[str, Any]]]], tmp_path: Path

@@ -70,6 +70,7 @@ def test_where_a_model_without_a_device_goes(monkeypatch: pytest.MonkeyPatch) ->
 BACKENDS = ("gloo", None, "cpu:gloo", "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:fake")
 
 
+@pytest.mark.by_cpu
 def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
     """The groups are created one after the other in the same processes."""
 
@@ -90,6 +91,7 @@ def test_groups_without_a_named_backend_train_as_with_gloo() -> None:
                 assert mine.log.bytes() == theirs.log.bytes(), backend
 
 
+@pytest.mark.by_cpu
 def test_a_fake_group_stands_for_ranks_that_are_all_alike() -> None:
     """As for estimates of memory: nothing is sent, but all code of a step runs, and holds what is planned."""
 

@@ -101,6 +101,7 @@ def test_an_optimizers_state_that_differs_is_refused_and_nothing_changes() -> No
     run_ranks(check, 2)
 
 
+@pytest.mark.by_cpu
 def test_gradients_and_files_that_differ_are_refused(tmp_path: Path) -> None:
     from zeroshard.checkpoint.files import write_new
 

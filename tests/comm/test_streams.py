@@ -131,6 +131,7 @@ def train(
     return streams
 
 
+@pytest.mark.by_cpu
 def test_every_access_is_ordered() -> None:
     def check() -> None:
         for case in CASES:
@@ -176,6 +177,7 @@ CHAINED_WAITS = [
 ]
 
 
+@pytest.mark.by_cpu
 def test_each_wait_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         cases = [(*case, (3, 1), False) for case in WAITS] + [(*case, (4, 2), True) for case in CHAINED_WAITS]
@@ -188,6 +190,7 @@ def test_each_wait_that_is_dropped_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_an_update_ahead_of_the_host_is_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a sum that is used before it has arrived is found."""
     took_effect: list[bool] = []
@@ -214,6 +217,7 @@ def test_an_update_ahead_of_the_host_is_ordered(monkeypatch: pytest.MonkeyPatch)
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_a_side_stream_that_does_not_wait_for_the_computation_is_found() -> None:
     """Where only replicas hold a unit, its bucket is divided on the current stream, and then summed over them."""
 
@@ -224,6 +228,7 @@ def test_a_side_stream_that_does_not_wait_for_the_computation_is_found() -> None
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_the_current_stream_does_not_wait_for_what_follows_a_reduction() -> None:
     """In backward it waits only for the sum over shards: for buckets. Before the end it waits for the rest."""
 
@@ -251,6 +256,7 @@ def test_the_current_stream_does_not_wait_for_what_follows_a_reduction() -> None
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_a_write_to_what_a_gather_reads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """And memory that is freed while a gather writes to it."""
     gather = Weights.gather
@@ -278,6 +284,7 @@ class Unawaited(Side):
         return SimpleNamespace(wait=lambda: None)
 
 
+@pytest.mark.by_cpu
 def test_a_bucket_that_is_freed_while_a_side_stream_reads_it_is_found() -> None:
     """The side stream has waited for the reduction, so torch no longer keeps the bucket. It must not be given back
     before the current stream has waited, too. Nothing else races then."""
@@ -290,6 +297,7 @@ def test_a_bucket_that_is_freed_while_a_side_stream_reads_it_is_found() -> None:
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_memory_is_freed_as_by_the_allocator_of_cuda() -> None:
     def check() -> None:
         with dry_run(2), simulated_streams() as streams:
@@ -346,6 +354,7 @@ def test_memory_is_freed_as_by_the_allocator_of_cuda() -> None:
     alone(check)
 
 
+@pytest.mark.by_cpu
 def test_intervals_streams_and_events() -> None:
     """Two collectives of a group run one after the other. Neighbouring bytes do not conflict, and two reads
     do not."""

@@ -291,20 +291,10 @@ SUITES = (
     "tests/runtime/test_writing.py",
     "tests/runtime/test_local_parts.py",
     "tests/step/test_ahead.py",
+    "tests/checkpoint/test_round_trips.py",
     "tests/test_optimizer.py",
 )
-"""Files whose models and inputs come from `tests/kit.py`, so that they run on any device."""
-
-OF_THE_HOST = (
-    "tests/parity/test_precisions.py::test_16_bits_on_the_wire_and_sums_in_fp32",
-    "tests/parity/test_keep.py::test_what_computes_in_which_dtype",
-    "tests/parity/test_keep.py::test_a_model_that_comes_with_several_dtypes_keeps_them",
-    "tests/parity/test_remainder_runs.py::test_the_master_is_bit_identical_step_by_step_on_the_same_gradients",
-    "tests/parity/test_remainder_runs.py::test_a_lost_carry_is_seen",
-    "tests/parity/test_whole.py::test_extra_communication_and_state",
-    "tests/parity/test_whole.py::test_weights_set_from_outside_reach_the_owners",
-)
-"""Tests in these files that make inputs of their own, on the CPU: left out."""
+"""Tests of what runs on the device. Those marked `by_cpu` are skipped."""
 
 
 def suites(checks: Checks, setting: Setting) -> None:
@@ -315,8 +305,7 @@ def suites(checks: Checks, setting: Setting) -> None:
         return
     runs = [(timing, file) for timing in ("late", "early") for file in SUITES]
     with ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1)) as pool:  # each test has up to four ranks
-        left_out = [f"--deselect={test}" for test in OF_THE_HOST]
-        found_of_all = pool.map(lambda run: run_pytest(*run, *left_out), runs)
+        found_of_all = pool.map(lambda run: run_pytest(*run), runs)
         for (timing, file), found in zip(runs, found_of_all, strict=True):
             _tell_tests(checks, f"{file}, {timing}", *found)
 

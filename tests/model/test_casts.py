@@ -102,6 +102,7 @@ def test_one_bucket_stays_although_the_last_two_units_are_open_at_once(rank: int
         assert memory == plan_memory(make(Model), plan, 2, rank=rank, **options), plan
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("precision", ["bf16", PATTERNS], ids=["bf16", "patterns"])
 @on_ranks(2)
 def test_inputs_are_cast_at_units_and_around_patterns(rank: int, precision: Any) -> list[Any]:

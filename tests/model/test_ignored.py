@@ -85,6 +85,7 @@ def plain(num_ranks: int, steps: int) -> list[dict[str, Tensor]]:
     return [dict(model.state_dict()) for model in models]
 
 
+@pytest.mark.by_cpu
 def test_they_keep_their_values_and_gradients_on_every_rank() -> None:
     def train(rank: int, plan: Any, way: int, units: Any) -> tuple[Any, Any]:
         model = build(rank)

@@ -408,6 +408,7 @@ def test_a_module_that_is_used_before_its_place_is_no_root_part() -> None:
     assert [*found(model)][:4] == ["root", "images", "net.embed", "net.blocks.0"], "in front of all blocks"
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize(("way", "plans"), [("shared", ("zero1", "zero3")), ("native", ("zero3",))])
 def test_a_rank_may_leave_one_out(way: str, plans: tuple[str, ...]) -> None:
     """As in the root unit: all ranks gather it at the same place, whether they use it or not."""

@@ -563,6 +563,7 @@ def all_graphs() -> list[dict[tuple[Plan, str, bool], list[int]]]:
     return run_ranks(check, 2 if EVERYTHING else 1)
 
 
+@pytest.mark.by_cpu
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")
@@ -579,6 +580,7 @@ def test_a_unit_is_one_graph(how: str, before_shard: bool) -> None:
             assert sum(found) - sum(of_blocks) == others
 
 
+@pytest.mark.by_cpu
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_hooks_that_end_graphs_are_seen() -> None:
@@ -653,6 +655,7 @@ def raises(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.by_cpu
 @pytest.mark.long
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.skipif(not CAN_COMPILE, reason="generated kernels need g++ and the header files of this Python")

@@ -125,6 +125,7 @@ UNUSUAL = Together(
 )
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("name", JOBS)
 def test_unusual_parameters_train_as_in_one_process(name: str) -> None:
     UNUSUAL.expect_reference(name)
@@ -168,6 +169,7 @@ def test_non_contiguous_parameters() -> None:
     run_ranks(run, 3)
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize(
     ("change", "message"),
     [

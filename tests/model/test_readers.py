@@ -230,6 +230,7 @@ def run_all() -> tuple[dict[str, list[tuple[Outcome, Tensor]]], list[dict[str, l
     )
 
 
+@pytest.mark.by_cpu
 @pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_forward_reads_is_there(name: str) -> None:
@@ -261,6 +262,7 @@ class Padded(nn.Module):
 PADDED = [(plan, units) for plan in PLANS for units in (nn.TransformerEncoderLayer, 1, Padded)]
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_padded_places_in_evaluation_are_those_of_the_plain_model(rank: int) -> None:
     """Also right after a step, when weights that rest in full are still arriving."""

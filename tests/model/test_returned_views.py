@@ -108,6 +108,7 @@ def job(name: str) -> Job:
     return Job(model=partial(Model, VIEWS[name]), units=UNITS, loss_of=loss_of)
 
 
+@pytest.mark.by_cpu
 def test_they_keep_their_values() -> None:
     def of_rank(rank: int) -> Any:
         with travelling("pairwise"):

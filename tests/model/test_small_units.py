@@ -65,6 +65,7 @@ def test_which_are_merged() -> None:
     expect_same_logs(run_ranks(check, 2))
 
 
+@pytest.mark.by_cpu
 @pytest.mark.usefixtures("merged")
 def test_norms_between_other_units_are_gathered_once_and_planned() -> None:
     """They have a buffer of their own, so that the others still take turns in two."""

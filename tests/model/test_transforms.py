@@ -93,6 +93,7 @@ def _imported() -> None:
     importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_where_weights_are_here_transforms_are_those_of_the_plain_model(rank: int) -> list[Any]:
     """Under ZERO3 they work inside `unsharded()`. The transforms do not affect later training."""
@@ -126,6 +127,7 @@ def test_where_weights_are_here_transforms_are_those_of_the_plain_model(rank: in
     return in_turn(check, plans_of(1))(rank)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_between_step_and_forward_transforms_wait_for_the_weights(rank: int) -> None:
     """Under ZERO1, the weights of each unit are still arriving when the transform calls it."""
@@ -164,6 +166,7 @@ def test_elsewhere_the_error_says_what_to_do_and_the_handle_lives(rank: int) -> 
     assert same_bits(handle.full_state_dict(), train(Job(steps=2), zeroshard.ZERO3, rank).weights)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_without_gradients_forward_transforms_work_under_every_plan(rank: int) -> None:
     plain = make(Net)

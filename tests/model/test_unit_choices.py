@@ -54,6 +54,7 @@ def gathered(handle: Any) -> list[str]:
     return [event.unit for event in handle.comm_log.entries if event.op == "all_gather" and event.phase != "unshard"]
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_modules_named_together_are_one_unit(rank: int) -> list[Any]:
     def ways(model: Any) -> Any:
@@ -142,6 +143,7 @@ def test_bad_groups() -> None:
     run_ranks(check, 1)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_units_that_stay_are_gathered_once(rank: int) -> list[Any]:
     """The results are the same as without kept units, and memory is as planned."""

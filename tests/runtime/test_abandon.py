@@ -65,6 +65,7 @@ def flag(name: str) -> str:
     return f"abandoned {name}"
 
 
+@pytest.mark.by_cpu
 def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
     """Rank 1 stops until rank 0 has abandoned its handle, so a wait for rank 1 would never end."""
 
@@ -182,6 +183,7 @@ def test_what_becomes_of_the_values() -> None:
     assert Life.CLOSED.after("abandon") is Life.CLOSED
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("has_parts", [False, True])
 def test_all_ranks_leave_when_one_has_failed(has_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch wakes a waiting rank; the rank abandons the handle, and its process ends normally. (`has_parts`: with

@@ -16,6 +16,7 @@ from zeroshard.storage.unit import Unit
 from zeroshard.testing import expect_same_logs, run_ranks
 
 
+@pytest.mark.by_cpu
 def test_a_plain_model_on_rank_0_alone() -> None:
     def check(rank: int) -> list[Any]:
         logs = []

@@ -232,6 +232,7 @@ def exposed(plan: str, ranks: int, replicas: int, *, in_streams: bool) -> float:
         return waited
 
 
+@pytest.mark.by_cpu
 @pytest.mark.filterwarnings("ignore")
 def test_exposed_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reduction of the first layer, and what follows it, cannot be hidden: 3.5 s for the sum over 8 ranks, 0.875 s

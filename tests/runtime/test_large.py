@@ -53,6 +53,7 @@ def plain(build: Any = Buffered) -> nn.Module:
     return model.apply(init)
 
 
+@pytest.mark.by_cpu
 def test_values_come_as_from_apply_module_by_module() -> None:
     """Values are those of `apply`, module by module. Where ranks draw different numbers, rank 0's are used. Parameters
     stay the same objects."""
@@ -250,6 +251,7 @@ class Positions(nn.Module):
         self.register_buffer("order", torch.arange(4), persistent=True)
 
 
+@pytest.mark.by_cpu
 def test_what_the_source_leaves_without_values_is_an_error(tmp_path: Path) -> None:
     """A parameter or buffer that `init` forgot, or a buffer that a file does not have, would keep arbitrary values."""
 

@@ -218,6 +218,7 @@ MESHES = [*([(2,)] if EVERYTHING else []), (3,), (2, 2)]
 FROZEN_CASES = grid(("shared", "messages", "native"), PLANS, MESHES, apart=(0, 1))
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("shape", MESHES)
 def test_frozen_and_let_go_as_in_plain_torch(shape: tuple[int, ...]) -> None:
     """Also on a mesh of two axes, with sums over replicas. The shared and pairwise transports give the same bits; the

@@ -101,6 +101,7 @@ def expect_read(read: Callable[[], object], name: object = "") -> None:
     assert "blocks[1].up" in line_of(error.value), name
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(rank: int) -> None:
     """In the first call, and on a branch that only a later call takes."""
@@ -138,6 +139,7 @@ def test_so_does_a_read_outside_of_forward() -> None:
     run_ranks(check, 3)
 
 
+@pytest.mark.by_cpu
 def test_what_is_here_is_read_as_in_plain_torch() -> None:
     """The negative control: where every rank holds the weights, and inside `unsharded`."""
 
@@ -160,6 +162,7 @@ def test_what_is_here_is_read_as_in_plain_torch() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_descriptions_are_those_of_the_plain_model(rank: int) -> None:
     plain = make(Reads)
@@ -181,6 +184,7 @@ def test_descriptions_are_those_of_the_plain_model(rank: int) -> None:
     assert model(TOKENS).isnan().all()
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_what_would_move_cast_or_replace_a_model_raises(rank: int) -> None:
     """For example `model.half()` after `shard`, which would replace the values by NaN."""
@@ -283,6 +287,7 @@ def test_a_class_of_the_users_stays_what_it_is(rank: int) -> None:
     assert type(model.head.bias) is Marked
 
 
+@pytest.mark.by_cpu
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_models_raise_as_well() -> None:
     """By default one rank compiles, beside one that does not: compiling takes most of the time."""

@@ -265,6 +265,7 @@ def test_a_weight_in_the_loss_and_a_tied_one(rank: int) -> None:
             assert same_bits(*mains)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_rows_of_a_sparse_gradient_add_up_in_fp32(rank: int) -> None:
     values = []

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -103,6 +104,7 @@ def test_a_second_thread_is_refused_where_weights_are_gathered_for_a_forward(ran
     assert all(unit.weights.in_use == 0 for unit in handle.engine.units)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_threads_may_evaluate_where_weights_are_there(rank: int) -> None:
     """Also while they arrive after a step."""
@@ -119,6 +121,7 @@ def test_threads_may_evaluate_where_weights_are_there(rank: int) -> None:
     in_turn(check, PLANS[:3])(rank)
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_under_zero3_threads_may_evaluate_in_a_scope_and_take_turns_with_a_lock(rank: int) -> None:
     model, handle, optimizer = start("zero3")

@@ -187,6 +187,7 @@ class SetsItself(nn.Module):
         return out
 
 
+@pytest.mark.by_cpu
 @on_ranks(2)
 def test_a_write_in_a_forward_takes_effect_or_raises(rank: int) -> None:
     """A layer of gpytorch that sets its parameters in its first forward trained from other values under ZERO3, in

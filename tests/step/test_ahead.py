@@ -435,6 +435,7 @@ def differences(num_ranks: int, plan: Any, event: str) -> list[str]:
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_goes_ahead_is_what_follows_the_answer(event: str) -> None:
     number = list(EVENTS).index(event)

@@ -78,6 +78,7 @@ CLASSES = [torch.optim.AdamW, Lamb]
 """One is stepped in pieces, the other as a whole."""
 
 
+@pytest.mark.by_cpu
 def test_it_reads_as_the_state_dict_says() -> None:
     def check(rank: int, optimizer_class: Any) -> Any:
         options = ADAM if optimizer_class is torch.optim.AdamW else {"lr": 1e-2}

@@ -93,6 +93,7 @@ def cost_of_update(plan: Any, precision: str, width: int, blocks: int) -> tuple[
     return Calls.number, operations.number
 
 
+@pytest.mark.by_cpu
 def test_calls_and_operations_do_not_grow_with_the_sizes(monkeypatch: pytest.MonkeyPatch, as_on_cuda: None) -> None:
     def check(rank: int) -> None:
         for number, precision in enumerate(PRECISIONS):
@@ -110,6 +111,7 @@ def test_calls_and_operations_do_not_grow_with_the_sizes(monkeypatch: pytest.Mon
     run_ranks(check, 1)
 
 
+@pytest.mark.by_cpu
 def test_plans_have_the_same_bits_and_the_planned_bytes(as_on_cuda: None) -> None:
     def check(rank: int) -> dict[str, Any]:
         found = {}
@@ -164,6 +166,7 @@ def test_plans_have_the_same_bits_and_the_planned_bytes(as_on_cuda: None) -> Non
         assert all(same_bits(found[precision], main) for found in of_ranks), precision
 
 
+@pytest.mark.by_cpu
 def test_small_operations_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations around the optimizer work on parts of `at_once` elements, wherever the pieces end."""
 
@@ -203,6 +206,7 @@ def test_small_operations_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) ->
     run_ranks(check, 1)
 
 
+@pytest.mark.by_cpu
 def test_batches_are_larger_where_nothing_is_cast_and_nothing_is_gathered_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -67,6 +67,7 @@ def train(rank: int, plan: str, dtype: torch.dtype, send_away: bool = True) -> t
     return list(handle.full_state_dict().values()), counted.moved_in, counted.moved_out
 
 
+@pytest.mark.by_cpu
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
 def test_gradients_that_wait_in_buckets_are_out_of_the_way_of_the_next_backward(
     num_ranks: int, dtype: torch.dtype
@@ -82,6 +83,7 @@ def test_gradients_that_wait_in_buckets_are_out_of_the_way_of_the_next_backward(
     run_ranks(check, num_ranks)
 
 
+@pytest.mark.by_cpu
 def test_if_they_stayed_backward_would_overwrite_them() -> None:
     def check(rank: int) -> None:
         expected, *_ = train(rank, "ddp", torch.float32)

@@ -128,6 +128,7 @@ def looks(num_steps: int, written: int) -> list[int]:
     return found[1:]
 
 
+@pytest.mark.by_cpu
 def test_weights_are_compared_only_where_something_was_written() -> None:
     first, second, third, fourth, fifth, sixth = run_ranks(lambda rank: looks(6, 3), 2)[0]
     assert first >= second and third == 0  # pieces are new in the first step
@@ -182,6 +183,7 @@ def test_main_is_the_same_with_marks_and_without() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_cpu
 def test_marks_that_are_never_forgotten_miss_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Marks, "forget", lambda self: None)
     with pytest.raises(zeroshard.testing.RankError, match=r"AssertionError: \(\d+, '(ddp|zero1)'\)"):

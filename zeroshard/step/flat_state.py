@@ -22,7 +22,7 @@ from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
-from zeroshard.step.inner import Inner, describe_together, expect_no_reads
+from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.step.pieces import Piece
 from zeroshard.step.stepper import (
@@ -115,12 +115,11 @@ class FlatState:
 
     def _as_held(self, piece: Piece, key: str, value: Any) -> Any:
         """An item of a piece's state in the form that the class expects: torchao's classes quantise moments, by their
-        method `_new_buffer`; fused and capturable kernels want step counts on the device."""
+        method `_new_buffer`."""
         if not isinstance(value, Tensor):
             return value
-        options = self.inner.groups[piece.group]
         if value.shape != piece.tensor.shape:
-            return value.to(piece.tensor.device) if options.get("fused") or options.get("capturable") else value
+            return where_torch_puts(key, value, self.inner.groups[piece.group], piece.tensor.device)
         if not self._quantises:
             return value
         held = self.inner.optimizer._new_buffer(piece.tensor, key == "exp_avg")  # type: ignore[attr-defined]

@@ -99,6 +99,13 @@ class Inner:
         return kinds
 
 
+def where_torch_puts(key: str, value: Tensor, options: Options, device: torch.device) -> Tensor:
+    """A loaded tensor of one number, where `torch.optim.Optimizer.load_state_dict` puts it: on the device of its
+    parameter. Step counts stay on the CPU, unless a fused or capturable kernel reads them on the device."""
+    stays = key == "step" and not (options.get("fused") or options.get("capturable"))
+    return value if stays else value.to(device)
+
+
 # Stepping -------------------------------------------------------------------------------------------------------------
 
 

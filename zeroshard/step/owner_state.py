@@ -18,8 +18,8 @@ from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
-from zeroshard.step.assignment import Assignment, Member
-from zeroshard.step.inner import Inner, describe_together, expect_no_reads
+from zeroshard.step.assignment import Assignment, Member, Options
+from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
 
 
@@ -101,12 +101,15 @@ class OwnerState:
         for whole, value in self.values.items():
             if only is None or whole.parameter in only:
                 items = state.get(whole.parameter) or {}
-                self.inner.set_state(value, {key: self._loaded(item) for key, item in items.items()})
+                options = self.inner.groups[whole.group]
+                self.inner.set_state(value, {key: self._loaded(key, item, options) for key, item in items.items()})
 
-    def _loaded(self, item: Any) -> Any:
+    def _loaded(self, key: str, item: Any, options: Options) -> Any:
         if isinstance(item, SavedTensor):
             return item.whole(self.device)
-        return item.clone() if isinstance(item, Tensor) else copy.deepcopy(item)
+        if isinstance(item, Tensor):
+            return where_torch_puts(key, item.clone(), options, self.device)
+        return copy.deepcopy(item)
 
     def clear(self) -> None:
         self.inner.clear()
