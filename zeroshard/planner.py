@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -487,7 +486,7 @@ def fullest_rank(training: Training) -> int:
     wholes, num_ranks = training.wholes(), training.topology.num_shards
     if not wholes or training.plan.main is REPLICATED or num_ranks == 1:
         return training.rank
-    held = np.zeros(num_ranks)
+    held = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
     for whole in wholes:
         main = whole.slot.world.numel * whole.unit.spec.precision.main_dtype.itemsize
         held[whole.owner] += whole.state.sum + 2 * main  # main, and scratch for it
@@ -502,7 +501,8 @@ def fullest_rank(training: Training) -> int:
                 held[first + 1 : last] += each * shard  # an embedding may lie on thousands of ranks
                 for rank in {first, last}:
                     held[rank] += each * (slot.world & unit.layout.shard(rank)).numel
-    most = sorted(range(num_ranks), key=lambda rank: (-held[rank], rank))[:RANKS_COMPARED]
+    of_ranks = held.tolist()
+    most = sorted(range(num_ranks), key=lambda rank: (-of_ranks[rank], rank))[:RANKS_COMPARED]
     return max(most, key=lambda rank: (replace(training, rank=rank).stepped(wholes).sum, -rank))
 
 

@@ -275,7 +275,10 @@ def _trace(
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
         stack.enter_context(_converted_to_what_they_are(model))
-        with in_one_line(_CANNOT_BE_TRACED, InvalidValue), _values_are_asked_for():
+        with (
+            in_one_line("activations: one micro-batch cannot be traced without values", InvalidValue),
+            _values_are_asked_for(),
+        ):
             inputs = workload.inputs()
             of_inputs = live.now
             loss = workload.loss(model, inputs)
@@ -320,9 +323,6 @@ def _without_values(
             kind[name] = tensor
 
 
-_CANNOT_BE_TRACED = "activations: one micro-batch cannot be traced without values"
-
-
 @contextmanager
 def _values_are_asked_for() -> Iterator[None]:
     """
@@ -335,8 +335,9 @@ def _values_are_asked_for() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise InvalidValue(
-            f"{_CANNOT_BE_TRACED}: {error.func} depends on them (`.item()`, `if x.sum() > 0`, or a mixture of experts "
-            "that calls each expert with its own tokens). Plan a variant that does not, or without a batch"
+            f"activations: one micro-batch cannot be traced without values: {error.func} depends on them (`.item()`, "
+            "`if x.sum() > 0`, or a mixture of experts that calls each expert with its own tokens). Plan a variant "
+            "that does not, or without a batch"
         ) from error
 
 
