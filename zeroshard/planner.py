@@ -402,16 +402,9 @@ class Training:
     def stepped(self, wholes: Sequence[PlannedWhole] | None = None) -> Bytes:
         """The bytes of the optimizer: state, scratch, and main of whole parameters. `wholes`: if they are known."""
         wholes = self.wholes() if wholes is None else wholes
-        return Bytes.total(
-            [
-                Bytes(),
-                *(self._stepped_in_pieces(one) for one, steps_whole in self._steppers().items() if not steps_whole),
-                *(
-                    self._stepped_whole(of_one)
-                    for of_one in by_stepper(self.wholes() if wholes is None else wholes).values()
-                ),
-            ]
-        )
+        in_pieces = (self._stepped_in_pieces(one) for one, steps_whole in self._steppers().items() if not steps_whole)
+        whole = (self._stepped_whole(of_one) for of_one in by_stepper(wholes).values())
+        return Bytes.total([Bytes(), *in_pieces, *whole])
 
     def _steppers(self) -> dict[Hashable, bool]:
         """Stepper -> whether it steps whole parameters."""

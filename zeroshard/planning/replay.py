@@ -1,6 +1,6 @@
 """Replays which gathers a step starts under ZeRO-3, from the recorded calls of the model's modules (`calls.py`).
 
-It decides as the engine does: `_Visits` as `runtime/schedule.py`, which units a forward and a backward come to, and
+It decides as the engine does: `Replay` as `runtime/schedule.py`, which units a forward and a backward come to, and
 `_Buffers` as `runtime/gather.py`, which of them have to be gathered then, and which are gathered ahead. Nothing is
 gathered here: a unit is in its pool buffer or not.
 """
