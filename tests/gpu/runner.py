@@ -2,6 +2,7 @@
 
     python -m tests.gpu.runner                                  every piece, on one GPU or several
     python -m tests.gpu.runner --pieces one-rank memory         some pieces
+    python -m tests.gpu.runner --jobs 1                         one after another
     python -m tests.gpu.runner --device cpu                     small sizes without a GPU: tests the pieces themselves
     python -m tests.gpu.runner --device apart                   the same on the device of `tests/apart`
 
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +37,16 @@ _LOG_LINES = 40
 """How many lines of a failed piece's output the report has. (All of it stays beside the report.)"""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
-    """`seconds`: its time limit. `variables`: of its environment on a GPU. `module`: has the function of that name."""
+    """`seconds`: its time limit. `is_timed`: it measures time, so nothing may run beside it. `variables`: of its
+    environment on a GPU. `module`: has the function of that name."""
 
     name: str
     what: str
     seconds: float
     variables: Mapping[str, str] = field(default_factory=dict)
+    is_timed: bool = False
     module: str = "tests.gpu.pieces"
 
 
@@ -63,9 +67,14 @@ PIECES = (
     Piece(
         "sanitizer", "torch's CUDA sanitizer finds no race; a seeded one is found", 240, {"TORCH_CUDA_SANITIZER": "1"}
     ),
-    Piece("profile", "kernels and microseconds of the host, per phase and unit", 180),
-    Piece("large", "a GPT of about 1 B parameters in bf16: steps, tokens, MFU, peak memory against the plan", 420),
-    Piece("step-time", "benchmarks/step_time.py against plain torch, DDP and FSDP2", 420),
+    Piece("profile", "kernels and microseconds of the host, per phase and unit", 180, is_timed=True),
+    Piece(
+        "large",
+        "a GPT of about 1 B parameters in bf16: steps, tokens, MFU, peak memory against the plan",
+        420,
+        is_timed=True,
+    ),
+    Piece("step-time", "benchmarks/step_time.py against plain torch, DDP and FSDP2", 420, is_timed=True),
     Piece("suites", "tests of the engine with models on the GPU, several ranks each", 900),
 )
 
@@ -217,20 +226,31 @@ def main(arguments: Sequence[str] | None = None, popen: type[subprocess.Popen[An
         " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or f"{options.device}, small sizes"
     )
     print(f"{machine}. Report and output: {folder}", flush=True)
-    results: list[Result] = []
-    for piece in options.pieces:
-        print(f"{piece.name:<10} ...", end="", flush=True)
-        results.append(run(piece, options.device, len(names), folder, popen))
-        result = results[-1]
-        words = [f"{result.verdict:<10}", f"{result.seconds:5.0f} s", f"{result.checks:>8}", result.remark]
-        print(f"\r{piece.name:<10} {'  '.join(words)}".rstrip(), flush=True)
-        report = report_of(results, machine)
-        options.report.write_text(report)
-        if result.is_bad and piece is PIECES[0]:
+    results: dict[Piece, Result] = {}
+    for jobs, pieces in _turns(options.pieces, options.jobs):
+        with ThreadPoolExecutor(jobs) as pool:
+            running = [pool.submit(run, piece, options.device, len(names), folder, popen) for piece in pieces]
+            for future in as_completed(running):
+                result = future.result()
+                results[result.piece] = result
+                words = [f"{result.verdict:<10}", f"{result.seconds:5.0f} s", f"{result.checks:>8}", result.remark]
+                print(f"{result.piece.name:<12} {'  '.join(words)}".rstrip(), flush=True)
+                report = report_of([results[piece] for piece in options.pieces if piece in results], machine)
+                options.report.write_text(report)
+        if any(result.is_bad and piece is PIECES[0] for piece, result in results.items()):
             print("The other pieces need what this one found missing.")
             break
     print(f"\n{report}\n{options.report.resolve()}")
-    return int(any(result.is_bad for result in results))
+    return int(any(result.is_bad for result in results.values()))
+
+
+def _turns(pieces: Sequence[Piece], jobs: int) -> list[tuple[int, list[Piece]]]:
+    """The pieces that run together, and how many at a time: the first alone, as the others need what it checks; those
+    that measure time last, one by one."""
+    first = [piece for piece in pieces if piece is PIECES[0]]
+    timed = [piece for piece in pieces if piece.is_timed]
+    others = [piece for piece in pieces if piece not in (*first, *timed)]
+    return [(number, turn) for number, turn in ((1, first), (jobs, others), (1, timed)) if turn]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -239,6 +259,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     every = "\n".join(f"{piece.name}: {piece.what}" for piece in PIECES)
     parser.add_argument("--pieces", nargs="+", choices=by_name, default=list(by_name), metavar="NAME", help=every)
     parser.add_argument("--device", choices=("cuda", "cpu", "apart"), default="cuda")
+    jobs = max((os.cpu_count() or 1) // 4, 1)
+    parser.add_argument("--jobs", type=int, default=jobs, help="pieces side by side; those that measure time run alone")
     parser.add_argument("--report", type=Path, default=REPORT, help="the Markdown file; logs are written beside it")
     options = parser.parse_args(arguments)
     options.pieces = [by_name[name] for name in options.pieces]
