@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from tests.kit import DEVICE
 from zeroshard import testing
@@ -50,6 +52,18 @@ def ranks_on_cuda() -> Iterator[None]:
         yield
 
 
+class _DrawnByHost(TorchFunctionMode):
+    """Random numbers of a generator of the host are drawn there, and copied to `DEVICE`: the same on every device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is None or kwargs.get("device") is not None or func not in _device_constructors():
+            return func(*args, **kwargs)
+        drawn: Any = func(*args, **kwargs, device=generator.device)
+        return drawn if generator.device.type == DEVICE.type else drawn.to(DEVICE)
+
+
 @contextmanager
 def tests_on_device() -> Iterator[None]:
     """Inside, ranks of `run_ranks` make their tensors on `DEVICE`. A test that runs a backward in this process is
@@ -58,7 +72,8 @@ def tests_on_device() -> Iterator[None]:
 
     def on_device(*arguments: Any) -> None:
         torch.set_default_device(DEVICE)
-        rank_main(*arguments)
+        with _DrawnByHost():
+            rank_main(*arguments)
 
     def elsewhere(*arguments: Any, **options: Any) -> Any:
         if os.getpid() == here:

@@ -306,7 +306,9 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
       value = c10::IValue(list);
     } else if (value.isDevice() && value.toDevice().type() == kDevice) {
       value = c10::Device(at::kCPU);
-    } else if (value.isGenerator() && value.toGenerator().device().type() == kDevice) {
+    } else if (value.isGenerator()) {
+      const auto of = value.toGenerator().device();
+      TORCH_CHECK(of.type() == kDevice, "Expected a generator of ", kOnly, ", found one of ", of, ": ", schema.name());
       value = static_cast<Random*>(value.toGenerator().unsafeGetGeneratorImpl())->inner;
     }
   }

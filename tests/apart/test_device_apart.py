@@ -40,6 +40,14 @@ def test_tensors_of_the_host_are_refused() -> None:
     on_device(check)
 
 
+def test_generators_of_the_host_are_refused() -> None:
+    def check() -> None:
+        with pytest.raises(RuntimeError, match="Expected a generator of"):
+            torch.randn(3, device=apart.NAME, generator=torch.Generator())
+
+    on_device(check)
+
+
 def test_the_host_cannot_follow_its_addresses() -> None:
     def check() -> None:
         faulthandler.disable()  # pytest's would show a traceback

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.gpu.checks import ROOT, Checks, Setting, Skip, run_python
 from tests.gpu.jobs import EXACT, FEW, JOBS, compare, difference_of, references, under_all_plans
+from tests.gpu.sanitizing import Collective, Streams
 from tests.gpu.worlds import (
     Sleeps,
     dropped_waits,
@@ -136,8 +138,9 @@ def delays(checks: Checks, setting: Setting) -> None:
             with Sleeps(setting.device, seed).installed() as sleeps:
                 compare(checks, f"sleeps {seed}", [under_all_plans(0, jobs)], expected)
         checks.expect("there were sleeps", sleeps.num_sleeps > 100, sleeps.num_sleeps)
-        with Sleeps(setting.device, 0, only_collectives=True).installed(), dropped_waits():
+        with Sleeps(setting.device, 0, only_collectives=True).installed(), dropped_waits() as dropped:
             found = _difference(JOBS["fp32"], expected["fp32"][0])
+            checks.note("waits that were dropped", len(dropped))
         checks.expect("a dropped wait for a gather is found (control)", found, found)
 
 
@@ -236,14 +239,16 @@ def sanitizer(checks: Checks, setting: Setting) -> None:
     """With TORCH_CUDA_SANITIZER=1 an operation that races with another raises."""
     if setting.device != "cuda":
         checks.expect("a seeded race is found (control)", _race_is_found(), "by the handler of events alone")
+        checks.expect("a read that waits for a collective is no race", not _is_race(waits=True))
+        checks.expect("a read that does not wait for it is a race (control)", _is_race(waits=False))
         return
-    with one_rank(setting.device), exchanging_alone():
+    with one_rank(setting.device), exchanging_alone(), Streams().installed() as streams:
         for name in FEW:
             for plan in PLANS:
-                with Sleeps(setting.device, 0).installed():
-                    train(JOBS[name], plan, 0)
-                checks.expect(f"{name}, {plan}: no race", True)
-        with Sleeps(setting.device, 0).installed(), dropped_waits():
+                found = _error_of(partial(train, JOBS[name], plan, 0))
+                checks.expect(f"{name}, {plan}: no race", not found, found)
+        checks.expect("collectives ran on streams of their own", streams.num_seen > 100, streams.num_seen)
+        with dropped_waits():
             found = _error_of(lambda: train(JOBS["fp32"], zeroshard.ZERO3, 0))
         checks.expect("a dropped wait for a gather is a race (control)", "data race" in found, found.partition("\n")[0])
     data, stream = torch.ones(1 << 20, device=DEVICE), torch.cuda.Stream()
@@ -278,6 +283,26 @@ def _race_is_found() -> bool:
     ordered._handle_event_record(1, 0)
     ordered._handle_event_wait(1, 1)
     return bool(launch(racing, 1)) and not launch(ordered, 1)
+
+
+def _is_race(waits: bool) -> bool:
+    """Whether a read of stream 0 is taken for a race with a gather that was called there. Stream 7 is NCCL's; events 1
+    and 2 are those that the call records."""
+    from torch.cuda._sanitizer import EventHandler
+
+    handler = EventHandler()
+    handler._handle_stream_creation(7)
+
+    def gather() -> None:
+        handler._handle_event_record(1, 0)
+        handler._handle_event_wait(1, 7)
+        handler._handle_event_record(2, 7)
+
+    with Streams().installed() as streams:
+        streams.run(handler, Collective("gather", writes={99}, names={99: ["output"]}), gather)
+    if waits:
+        handler._handle_event_wait(2, 0)
+    return bool(handler._handle_kernel_launch(0, {99}, set(), set(), "read", {99: ["data"]}))
 
 
 SUITES = (

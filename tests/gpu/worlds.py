@@ -177,10 +177,10 @@ class Sleeps:
 
     def _late(self, method: Callable[..., Pending]) -> Callable[..., Pending]:
         def late(transport: NativeTransport, *args: Any) -> Pending:
+            for sum_ in args:
+                if isinstance(sum_, Sum) and sum_.portions.is_whole and not _overlap(sum_.out, sum_.full):
+                    _spoil(sum_.out)
             with self._apart():
-                for sum_ in args:
-                    if isinstance(sum_, Sum) and sum_.portions.is_whole and not _overlap(sum_.out, sum_.full):
-                        _spoil(sum_.out)
                 return method(transport, *args)
 
         return late
@@ -189,11 +189,12 @@ class Sleeps:
         gather_of_engine = NativeTransport.gather
 
         def gather(transport: NativeTransport, gather: Gather) -> Pending:
-            with self._apart():
-                if not gather.portions.is_whole or _overlap(gather.own, gather.full):
+            if not gather.portions.is_whole or _overlap(gather.own, gather.full):
+                with self._apart():
                     return gather_of_engine(transport, gather)
+            _spoil(gather.full)  # before the sleep: whoever does not wait finds it
+            with self._apart():
                 values = gather.own.clone()
-                _spoil(gather.full)
                 work = native_transport._all_gather(gather.full, values, group=gather.axis.group, async_op=True)
                 kept = [values]  # until the gather is over, as their memory belongs to another stream
                 return Pending(transport, [work], kept.clear)
@@ -210,9 +211,9 @@ def _spoil(tensor: Tensor) -> None:
 
 
 @contextmanager
-def dropped_waits() -> Iterator[None]:
-    """The negative control: inside, no program waits for the gathers of one unit, `blocks.1`."""
-    wait, kept = Pending.wait, []
+def dropped_waits() -> Iterator[list[Pending]]:
+    """The negative control: inside, no program waits for the gathers of one unit, `blocks.1`. Yields these."""
+    wait, kept = Pending.wait, list[Pending]()
 
     def wait_but_for_one(self: Pending, *, stale: bool = False) -> None:
         if self.at is not None and "blocks.1" in self.at.text and "all_gather" in self.at.text:
@@ -221,6 +222,6 @@ def dropped_waits() -> Iterator[None]:
         wait(self, stale=stale)
 
     with patch.object(Pending, "wait", wait_but_for_one):
-        yield
+        yield kept
     kept.clear()
     gc.collect()  # they are in cycles; at the end of the process, they would wait for tensors that are gone
