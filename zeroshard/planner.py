@@ -188,6 +188,17 @@ class PlannedUnit:
         """See `Plan.takes_over_gradients`."""
         return self.plan.takes_over_gradients(self.num_ranks, in_place=self.spec.precision.steps_in_place)
 
+    @property
+    def joins_main(self) -> bool:
+        """Whether main is joined from weights and remainder."""
+        return self.spec.precision.main == "remainder"
+
+    @property
+    def follows_weights(self) -> bool:
+        """Whether main is compared with the weights, which users may write to."""
+        in_full = self.plan.weights is REPLICATED or self.layout.num_shards == 1
+        return in_full and not self.joins_main and not self.spec.precision.weights_are_main
+
     def held(self, *, peak: bool) -> Bytes:
         """The bytes of its three buffers. Gradients that are sharded, or taken over, are only held at the peak."""
         is_passing = self.plan.grads is SHARDED or self.takes_over_gradients
@@ -239,17 +250,14 @@ class Pieces:
     def of(cls, unit: PlannedUnit, rank: int, key_of: Callable[[str], Hashable | None], sizes: Sizes) -> Pieces:
         plan, precision, layout = unit.plan, unit.spec.precision, unit.layout
         main = precision.main_dtype
-        joined = precision.main == "remainder"
-        in_full = plan.weights is REPLICATED or layout.num_shards == 1
-        follows = in_full and not joined and not precision.weights_are_main
         part = unit.main_part(rank)
         keys = [key_of(slot.name) for slot in layout.slots]
         patterns = tuple(count(layout, keys, part, sizes.piece, by_slot=unit.takes_over_gradients))
-        at_once = min(sizes.at_once, part.numel) if follows and patterns else 0
+        at_once = min(sizes.at_once, part.numel) if unit.follows_weights and patterns else 0
         return cls(
             patterns,
             cast=(plan.external_gradients or precision.grad != main) * main.itemsize,
-            joined=joined * main.itemsize,
+            joined=unit.joins_main * main.itemsize,
             compared=at_once * unit.spec.weight_dtype.itemsize,
         )
 
@@ -405,6 +413,18 @@ class Training:
         in_pieces = (self._stepped_in_pieces(one) for one, steps_whole in self._steppers().items() if not steps_whole)
         whole = (self._stepped_whole(of_one) for of_one in by_stepper(wholes).values())
         return Bytes.total([Bytes(), *in_pieces, *whole])
+
+    def temporaries(self) -> int:
+        """Bytes that a step on a GPU creates and frees beside the optimizer's class: where main is joined or compared, a
+        bool and a number of main for each element."""
+        if self.topology.device_type == "cpu":
+            return 0
+        units = [one for one in self.units if one.spec.trainable and (one.joins_main or one.follows_weights)]
+        at_once = sizes_for(self.topology.device_type).at_once
+        found = (
+            min(at_once, one.main_part(self.rank).numel) * (1 + one.spec.precision.main_dtype.itemsize) for one in units
+        )
+        return max(found, default=0)
 
     def _steppers(self) -> dict[Hashable, bool]:
         """Stepper -> whether it steps whole parameters."""

@@ -281,9 +281,7 @@ def _trainer(
     """A sharded GPT, and its step. `compiled`: its blocks are."""
     model = shape.build_on_device()
     handle = zeroshard.shard(model, plan, units=gpt.Block, precision=precision)
-    for module in model.modules() if compiled else ():
-        if isinstance(module, gpt.Block):
-            module.compile()
+    _compile(model, compiled)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-4, fused=True)
 
     def step(tokens: Tensor) -> None:
@@ -294,10 +292,20 @@ def _trainer(
     return handle, step
 
 
+def _compile(model: nn.Module, compiled: bool) -> None:
+    """Compile its blocks."""
+    for module in model.modules() if compiled else ():
+        if isinstance(module, gpt.Block):
+            module.compile()
+
+
 # Memory ---------------------------------------------------------------------------------------------------------------
 
-ROUNDING = 8 << 20
-"""Bytes that the allocator may hold beyond the plan: it rounds tensors up to 512 bytes."""
+OTHERS = 2 << 20
+"""Bytes that a test's model may hold beside what is planned: the table of its rotations, and numbers on their way."""
+LEAST_OF_PLAN = 0.95
+"""What a peak is of its plan at least. (The plan has pool buffers through all of backward; the allocator gets them back
+one by one.)"""
 
 
 def memory(checks: Checks, setting: Setting) -> None:
@@ -340,10 +348,10 @@ def _memory_of(checks: Checks, case: str, shape: Shape, plan: Any, precision: st
         return [*row, "", _mb(forecast.whole_peak), "", ""]
     allocated, ratio = _allocated(device) - before, peak / forecast.whole_peak
     checks.expect(
-        f"{case}: the allocator holds it", 0 <= allocated - held <= ROUNDING, f"{allocated - held:+} bytes of {held}"
+        f"{case}: the allocator holds it", 0 <= allocated - held <= OTHERS, f"{allocated - held:+} bytes of {held}"
     )
     if device == "cuda":  # other kernels have other activations
-        checks.expect(f"{case}: peak within 1 % of the plan", abs(ratio - 1) <= 0.01, f"{ratio:.3f}")
+        checks.expect(f"{case}: the peak is planned", LEAST_OF_PLAN <= ratio <= 1.005, f"{ratio:.3f}")
     return [*row, _mb(allocated), _mb(forecast.whole_peak), _mb(peak), f"{ratio:.3f}"]
 
 
@@ -359,9 +367,13 @@ def _as_planned(device: str) -> str:
 
 
 def _allocated(device: str, *, peak: bool = False) -> int:
+    """The bytes of living tensors. (The allocator's blocks are up to a megabyte larger.)"""
     if device == "cpu":
         return 0
     torch.accelerator.synchronize()
+    if device == "cuda":
+        found: int = torch.cuda.memory_stats()["requested_bytes.all." + ("peak" if peak else "current")]
+        return found
     return torch.accelerator.max_memory_allocated() if peak else torch.accelerator.memory_allocated()
 
 
@@ -443,8 +455,9 @@ def _sums(named: Sequence[tuple[str, Span]]) -> list[list[str]]:
     return sorted(rows, key=lambda row: -int(row[-1]))
 
 
-def _plain_step(shape: Shape) -> Callable[[Tensor], None]:
+def _plain_step(shape: Shape, compiled: bool = False) -> Callable[[Tensor], None]:
     model = shape.build_on_device()
+    _compile(model, compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(tokens: Tensor) -> None:
@@ -518,7 +531,7 @@ def large(checks: Checks, setting: Setting) -> None:
         checks.expect(f"{name}: it trained", len(cells) == len(header) - 1, cells[0])
         if setting.device == "cuda" and len(cells) == len(header) - 1 and cells[-1]:
             ratio = float(cells[-2]) / float(cells[-1])
-            checks.expect(f"{name}: peak within 3 % of the plan", abs(ratio - 1) <= 0.03, f"{ratio:.3f}")
+            checks.expect(f"{name}: the peak is planned", LEAST_OF_PLAN <= ratio <= 1.005, f"{ratio:.3f}")
 
 
 def _speeds_of_all(rank: int, shape: Shape, steps: int, num_ranks: int) -> list[list[str]] | None:
@@ -536,13 +549,17 @@ def _speeds_of_all(rank: int, shape: Shape, steps: int, num_ranks: int) -> list[
 
 def _contenders(num_ranks: int) -> list[str]:
     plain = ["plain torch, autocast"] if num_ranks == 1 else []
-    return [*plain, "zero3"] if DEVICE.type != "cuda" else [*plain, "ddp", "zero1", "zero3", "zero3, blocks compiled"]
+    if DEVICE.type != "cuda":
+        return [*plain, "zero3"]
+    compiled = [f"{name}, blocks compiled" for name in (*plain, "zero3")]
+    return [*plain, "ddp", "zero1", "zero3", *compiled]
 
 
 def _speed_of(name: str, shape: Shape, steps: int, num_ranks: int, rate: float) -> list[str]:
     gc.collect()  # the contender before
     before, plan = _allocated(DEVICE.type), name.partition(",")[0]
-    step = _plain_step(shape) if plan == "plain torch" else _trainer(shape, plan, "bf16", "compiled" in name)[1]
+    compiled = "compiled" in name
+    step = _plain_step(shape, compiled) if plan == "plain torch" else _trainer(shape, plan, "bf16", compiled)[1]
     tokens = shape.tokens().to(DEVICE)
     for _ in range(3):
         step(tokens)
@@ -589,9 +606,11 @@ def step_time(checks: Checks, setting: Setting) -> None:
         few = ["--contenders", "zero3", "plain torch"]
         runs = [["--ranks", "1", *sizes.split(), *few]]
     else:
-        sizes = "--layers 12 --width 1024 --heads 16 --vocabulary 32768 --context 512 --batch 8 --steps 20"
+        middle = "--layers 12 --width 1024 --heads 16 --vocabulary 32768 --context 512 --batch 8 --steps 20"
+        tiny = "--layers 12 --width 128 --heads 2 --vocabulary 256 --context 64 --batch 1 --steps 20"  # the host's time
         ranks = [str(number) for number in sorted({1, setting.num_gpus})]
-        runs = [["--ranks", *ranks, "--dtype", dtype, *sizes.split()] for dtype in ("fp32", "bf16")]
+        cases = [("fp32", middle), ("bf16", middle), ("bf16", tiny)]
+        runs = [["--ranks", *ranks, "--dtype", dtype, *sizes.split()] for dtype, sizes in cases]
     for arguments in runs:
         status, output = run_python("benchmarks/step_time.py", "--device", setting.device, *arguments)
         checks.text(f"step_time.py {' '.join(arguments)}", output)

@@ -209,7 +209,7 @@ def test_modules_and_precisions() -> None:
     assert len(set(of_blocks)) == 1 and 0 < sum(of_blocks) == traced.modules["blocks"] < traced.saved
     assert recomputed.modules["blocks.1"] == BATCH * LENGTH * WIDTH * 4, "nothing but the output"
     assert half.modules["blocks.1"] < 0.7 * traced.modules["blocks.1"]
-    assert [name for name, _ in traced.gradients][-1] == "embed.weight" and len(traced.gradients) == 8 * 3 + 3
+    assert [gradient.name for gradient in traced.gradients][-1] == "embed.weight" and len(traced.gradients) == 8 * 3 + 3
 
 
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])

@@ -50,8 +50,9 @@ SIZES = {
     # A piece in fp32, its gradient and two moments fit into a core's cache, and a batch into the processor's.
     "cpu": Sizes(piece=1 << 18, batch=1 << 20, at_once=1 << 20, in_place=1 << 22),
     # Each operation costs the host several microseconds, however small it is: few, large ones. A piece ends only with
-    # its shard or param group, unless it is larger than a batch.
-    "cuda": Sizes(piece=1 << 26, batch=1 << 26, at_once=1 << 24, in_place=1 << 26),
+    # its shard or param group, unless it is larger than a batch. What is done at once fits into the second-level cache:
+    # rounding and splitting are several operations on the same elements.
+    "cuda": Sizes(piece=1 << 26, batch=1 << 26, at_once=1 << 22, in_place=1 << 26),
 }
 """By type of device; other accelerators have the sizes of CUDA."""
 

@@ -81,6 +81,21 @@ class Workload:
         return traced[-1].trace
 
 
+class Gradient(NamedTuple):
+    """Of the parameter `name`.
+
+    Attributes:
+        until: the most bytes since the previous gradient, up to this one.
+        there: bytes when it has been computed, it included.
+        own: bytes of its own.
+    """
+
+    name: str
+    until: int
+    there: int
+    own: int
+
+
 @dataclass(frozen=True)
 class Trace:
     """Bytes held at once in one micro-batch; all numbers include the inputs.
@@ -91,7 +106,7 @@ class Trace:
         saved: at the end of forward.
         backward: the most in backward.
         modules: path of a module -> the bytes that its forward leaves.
-        gradients: (name of a parameter, the most bytes since the previous gradient), in the order of backward.
+        gradients: in the order of backward.
         rest: the most after the last gradient.
         calls: of the modules.
     """
@@ -101,7 +116,7 @@ class Trace:
     saved: int
     backward: int
     modules: Mapping[str, int]
-    gradients: tuple[tuple[str, int], ...]
+    gradients: tuple[Gradient, ...]
     rest: int
     calls: Calls = field(compare=False, repr=False)
 
@@ -215,16 +230,59 @@ def _product_of_groups(
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
-class _AttentionOfGPUs(TorchFunctionMode):
-    """GPUs have kernels that draw the dropout of attention anew in backward, so they keep no matrix of scores. On a CPU
-    only attention without dropout does so: it is traced instead."""
+class _AsOnGPUs(TorchFunctionMode):
+    """Functions that keep less for backward on a GPU than the operators that a CPU has for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
+            # GPUs have kernels that draw the dropout of attention anew in backward, so they keep no matrix of scores.
+            # On a CPU only attention without dropout does so: it is traced instead.
             args, named = args[:_DROPOUT], dict(zip(("dropout_p", "is_causal"), args[_DROPOUT:], strict=False))
             kwargs = {**named, **kwargs, "dropout_p": 0.0}
+        elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
+            return _rms_norm(*args, **kwargs)
+        elif func in (torch.dropout, torch.nn.functional.dropout):
+            return _dropout(func, *args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _dropout(
+    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
+) -> Tensor:
+    """Of one kernel, which keeps a bool for each number, not a factor."""
+    training = names.get("train", training)
+    if not training or inplace or not 0 < p < 1:
+        result: Tensor = func(input, p, training, *([inplace] if inplace else []))
+    else:
+        result = torch.native_dropout(input, p, True)[0]
+    return result
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """Of one kernel, if the dtypes are the same (else torch takes several operators on a GPU, too)."""
+    if weight is not None and weight.dtype != x.dtype:
+        return torch.rms_norm(x, tuple(normalized_shape), weight, eps)
+    normed: Tensor = _RMSNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The tensors of the kernel: beside its input it keeps a number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        factors = x.new_empty(x.shape[:-dims], dtype=torch.promote_types(x.dtype, torch.float32))
+        ctx.save_for_backward(x, weight, factors)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        of_x, of_weight, _ = ctx.needs_input_grad
+        return torch.empty_like(x) if of_x else None, torch.empty_like(weight) if of_weight else None, None
 
 
 @contextmanager
@@ -252,7 +310,7 @@ def _trace(
     """`dtypes`: name of a parameter -> dtypes of its weight and gradient."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    live, modules, gradients = _LiveWithoutValues(), dict[str, int](), list[tuple[str, int]]()
+    live, modules, gradients = _LiveWithoutValues(), dict[str, int](), list[Gradient]()
     recorder = Recorder(modules_of(model))
     with ExitStack() as stack:
         # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
@@ -265,7 +323,7 @@ def _trace(
         for path in recomputed:
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
         if device_type != "cpu":
-            stack.enter_context(_AttentionOfGPUs())
+            stack.enter_context(_AsOnGPUs())
         stack.enter_context(_without_onednn())
         seen = stack.enter_context(_measured(model, live, modules, recorder))
         stack.enter_context(live)
@@ -288,7 +346,7 @@ def _trace(
                 raise InvalidValue(f"activations: the loss must be a tensor with one element, found {shape}")
             loss.backward()  # type: ignore[no-untyped-call]
         rest = live.mark()
-        backward = max([rest, *(num_bytes for _, num_bytes in gradients)])
+        backward = max([rest, *(gradient.until for gradient in gradients)])
     trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest, recorder.calls)
     return _Traced(casts, seen, trace)
 
@@ -415,9 +473,7 @@ def _measured(
             handle.remove()
 
 
-def _collect(
-    parameter: nn.Parameter, name: str, live: Live, found: list[tuple[str, int]], dtype: torch.dtype | None
-) -> None:
+def _collect(parameter: nn.Parameter, name: str, live: Live, found: list[Gradient], dtype: torch.dtype | None) -> None:
     """Free the gradient as soon as it has been computed, as the engine moves it into its bucket."""
     if not parameter.requires_grad:
         return
@@ -425,7 +481,8 @@ def _collect(
         parameter.grad_dtype = dtype
 
     def take(one: Tensor) -> None:
+        there, own = live.now, 0 if one.grad is None else one.grad.untyped_storage().nbytes()
         one.grad = None
-        found.append((name, live.mark()))
+        found.append(Gradient(name, live.mark(), there, own))
 
     parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

@@ -335,7 +335,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
     schedule, gathers = _schedule(training, needs, found), None
     if trace is not None:
         gathers = Gathered.of(training, schedule, trace.calls)
-        order = tuple(name for name, _ in trace.gradients)
+        order = tuple(gradient.name for gradient in trace.gradients)
         training = replace(training, gradients=order, gathered_apart=gathers.apart)
     phases = of.phases_of(found, training)
     return Forecast(
@@ -479,7 +479,7 @@ def _phases(training: Training, needs: Needs, configuration: Configuration, copi
         "load": Phase(together(units, stepped, []), block),
         "forward": Phase(gathered),
         "backward": Phase(together(at_most, stepped, pool)),
-        "step": Phase(together(at_most, stepped, rests)),
+        "step": Phase(together(at_most, replace(stepped, scratch=stepped.scratch + training.temporaries()), rests)),
         "between steps": Phase(rest),
         "full_state_dict": Phase(gathered, copies.full),
         "full_state_dict elsewhere": Phase(gathered),

@@ -23,7 +23,8 @@ class Moment:
 
     Attributes:
         phase: "forward", "backward" or "step".
-        until: the parameter whose gradient ends it; "": the end of the phase.
+        until: the parameter whose gradient ends it, in backward twice: before the engine has that gradient, and when it
+            has it; "": the end of the phase.
         engine: bytes as `handle.memory()` counts them.
         activations: bytes of the model's own tensors, including inputs.
     """
@@ -49,9 +50,11 @@ def moments(training: Training, trace: Trace, held: Mapping[str, Bytes], *, accu
     engine = held["backward"] if accumulates else held["forward"]
     yield Moment("forward", "", engine, trace.forward)
     growing = _Backward(training, engine, held["backward"])
-    for name, activations in trace.gradients:
-        engine = growing.after(name)
-        yield Moment("backward", name, engine, activations)
+    for gradient in trace.gradients:
+        yield Moment("backward", gradient.name, engine, gradient.until)
+        engine = growing.after(gradient.name)
+        taken = gradient.own if growing.takes_over(gradient.name) and not accumulates else 0
+        yield Moment("backward", gradient.name, engine, gradient.there - taken)
     yield Moment("backward", "", engine, trace.rest)
     yield Moment("step", "", held["step"], trace.inputs)
 
@@ -72,6 +75,11 @@ class _Backward:
         self._at_once = training.at_once()
         self._opened = Counter[Hashable]()
         self._own = 0
+
+    def takes_over(self, name: str) -> bool:
+        """Whether the gradient that autograd has made is the engine's from then on, and is not copied."""
+        unit = self._unit_of.get(name)
+        return unit is not None and unit.takes_over_gradients
 
     def after(self, name: str) -> Bytes:
         unit = self._unit_of.get(name)

@@ -67,7 +67,7 @@ def follow_weights(
     held = rounded(main).to(weights.dtype) if held is None else held.copy_(main)
     if main.is_cpu and have_same_bits(held, weights):
         return False
-    main.copy_(torch.where(held == weights, main, weights.to(main.dtype)))
+    torch.where(held == weights, main, weights.to(main.dtype), out=main)
     return True
 
 
