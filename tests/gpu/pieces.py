@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.gpu import around_steps, correct, costs
+from tests.gpu import around_steps, correct, costs, habits
 from tests.gpu.checks import Checks, Setting, Skip
 
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
@@ -28,6 +28,7 @@ FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "profile": costs.profile,
     "large": costs.large,
     "step-time": costs.step_time,
+    "habits": habits.habits,
     "suites": correct.suites,
 }
 """By the names in `runner.PIECES`."""

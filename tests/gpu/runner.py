@@ -75,6 +75,9 @@ PIECES = (
         is_timed=True,
     ),
     Piece("step-time", "benchmarks/step_time.py against plain torch, DDP and FSDP2", 420, is_timed=True),
+    Piece(
+        "habits", "what users of plain torch do on a GPU, beside plain torch: the same bits, or an error in words", 300
+    ),
     Piece("suites", "tests of the engine with models on the GPU, several ranks each", 900),
 )
 
