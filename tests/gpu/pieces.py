@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.gpu import around_steps, correct, costs, habits
+from tests.gpu import around_steps, compiled, correct, costs, habits
 from tests.gpu.checks import Checks, Setting, Skip
 
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
@@ -29,6 +29,7 @@ FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "large": costs.large,
     "step-time": costs.step_time,
     "habits": habits.habits,
+    "compiled": compiled.compiled,
     "suites": correct.suites,
 }
 """By the names in `runner.PIECES`."""

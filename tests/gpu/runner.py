@@ -78,6 +78,7 @@ PIECES = (
     Piece(
         "habits", "what users of plain torch do on a GPU, beside plain torch: the same bits, or an error in words", 300
     ),
+    Piece("compiled", "torch.compile in its modes, and CUDA graphs: as in plain torch, or an error in words", 420),
     Piece("suites", "tests of the engine with models on the GPU, several ranks each", 900),
 )
 
