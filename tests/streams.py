@@ -234,6 +234,17 @@ class Side:
         return SimpleNamespace(wait=lambda: wait(self._streams.current))
 
 
+@dataclass(frozen=True)
+class Simulated:
+    """What the engine may ask of a stream."""
+
+    number: int
+    _streams: Streams = field(compare=False, repr=False)
+
+    def wait_stream(self, other: Simulated) -> None:
+        self._streams.record(other.number)(self.number)
+
+
 @contextmanager
 def simulated_streams() -> Iterator[Streams]:
     """Inside, the collectives of the native transport run on streams of their own, and pool buffers are freed in every

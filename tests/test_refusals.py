@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import make
+from tests.kit import make, travelling
 from tests.patience import AT_ONCE
 from tests.together import on_ranks
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.model import right_call
 from zeroshard.precision import MixedPrecision, as_precision
+from zeroshard.storage.weights import Residency
 from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
@@ -260,7 +261,7 @@ def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> Non
         said = []
         for grad in (True, False):
             with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(grad):
-                patch.setattr(right_call, "_is_captured", lambda: True)
+                patch.setattr(right_call, "is_captured", lambda: True)
                 try:
                     model(torch.ones(2, 4))
                 except RuntimeError as error:
@@ -272,6 +273,29 @@ def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> Non
     for plan, refused in (("zero2", 1), ("zero3", 2)):
         for said in run_ranks(capture, 2, plan):
             assert len(said) == refused and all(one.startswith("a CUDA graph would record") for one in said), plan
+
+
+def test_weights_that_a_cuda_graph_reads_have_arrived_after_a_step() -> None:
+    """A replay runs no hook that would wait for their gathers."""
+
+    def states(rank: int) -> list[set[Residency]]:
+        model = small()
+        handle = zeroshard.shard(model, "zero2", units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+        found = []
+        for recorded in (False, True):
+            with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+                patch.setattr(right_call, "is_captured", lambda recorded=recorded: recorded)
+                model(torch.ones(2, 4))
+            optimizer.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            found.append({unit.weights.state for unit in handle.engine.units})
+        handle.close()
+        return found
+
+    with travelling("native"):
+        for before, after in run_ranks(states, 2):
+            assert before == {Residency.GATHERING} and after == {Residency.RESIDENT}
 
 
 def _all_code(code: CodeType) -> Iterator[CodeType]:

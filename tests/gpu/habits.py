@@ -522,7 +522,8 @@ def _refusals(checks: Checks, plans: Plans) -> None:
                     move(training.model)
                     training.step(1)
 
-                expect_words(checks, f"{plan}: model.{what} after shard", moved, "before shard()", "shard() the changed")
+                what = f"{plan}: model.{what} after shard"
+                expect_words(checks, what, moved, "before shard()", "shard() the changed")
 
 
 _MOVES: dict[str, Callable[[nn.Module], object]] = {

@@ -52,6 +52,7 @@ from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
+from zeroshard.comm.user_streams import UserStreams
 from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
@@ -66,8 +67,10 @@ class Collectives:
     Attributes:
         transport: moves the bytes.
         beside: the stream on which exchanges that follow each other are queued; None: the host starts them.
+        user_streams: on which the user's program computes; None: there is one order anyway.
         device: of control data, and of all tensors passed in.
         samples: of gathered weights, to compare between ranks.
+        is_recorded: whether a CUDA graph contains a forward: where it is replayed, no hook waits for weights.
         orders: inside a join, tells the followers (ranks without inputs) what comes next; else None.
     """
 
@@ -79,6 +82,7 @@ class Collectives:
         self.messages = Messages(mesh.world.rank, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)
+        self.is_recorded = False
         self.num_reads = 0  # how often all ranks have begun to read weights in full: calls of the model, and scopes
         self.transport: Transport = (PairwiseTransport if mesh.is_pairwise else NativeTransport)(self.messages, log)
         if mesh.is_pairwise and mesh.world.size > 1:
@@ -87,8 +91,14 @@ class Collectives:
                 self.mesh = mesh = mesh.with_two_ways()
         in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
         self.beside: Beside | None = SideStream(self.device) if in_streams else None
+        self.user_streams: UserStreams | None = UserStreams.on(self.device) if in_streams else None
         self._replicas = Replicas(mesh.replicate, log, self._name)
         self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
+
+    def come(self) -> None:
+        """Called at the beginning of each hook, and of each call of the user: see [Note: several streams]."""
+        if self.user_streams is not None:
+            self.user_streams.come()
 
     def close(self) -> None:
         """The model is closed on all ranks: the next one may use the groups that were made for it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.user_streams import is_captured
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.paths import Modules
 from zeroshard.model.readers import takes_hooks
@@ -112,8 +113,9 @@ def _wrapper(classes: tuple[type, ...]) -> str | None:
 _LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")
 
 
-def expect_no_recording(stay: Iterable[bool]) -> None:
-    """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it.
+def expect_no_recording(stay: Iterable[bool]) -> bool:
+    """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it. Returns
+    whether it becomes a part of a CUDA graph, and may.
 
     Raises:
         RuntimeError: torch.export runs it; or torch.jit.trace, which keeps the memory of weights that do not stay; or
@@ -125,17 +127,15 @@ def expect_no_recording(stay: Iterable[bool]) -> None:
             "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: "
             "build a plain model, load handle.full_state_dict() into it, and record that one"
         )
-    if _is_captured() and not (all_stay and not torch.is_grad_enabled()):
+    if not is_captured():
+        return False
+    if not all_stay or torch.is_grad_enabled():
         raise InvalidState(
             "a CUDA graph would record a forward of the sharded model, and a replay does nothing on the host, where "
             "weights are gathered and gradients are taken: capture only a forward under torch.no_grad() whose weights "
             "are replicated (zero2), or a plain model that has loaded handle.full_state_dict()"
         )
-
-
-def _is_captured() -> bool:
-    # In a build without CUDA the second call raises.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return True
 
 
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:

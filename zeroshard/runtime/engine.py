@@ -246,6 +246,7 @@ class Engine(NotCopied):
         """Raises:
         RuntimeError: the handle is closed, abandoned or parked."""
         self.life.expect_open(what)
+        self.collectives.come()
 
     def finish_background(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; raises its error."""
@@ -294,7 +295,8 @@ class Engine(NotCopied):
                 data have been replaced; reduced gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
-        expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units)
+        if expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units):
+            self.collectives.is_recorded = True
         expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
         self.hooks.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)

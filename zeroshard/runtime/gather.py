@@ -218,7 +218,8 @@ class Gatherer:
             for unit in begun:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
-        if any(not unit.spec.modules for unit in begun):  # units without modules: no forward hook will wait for them
+        # No forward hook will wait for them: units without modules, and a replay runs no hook.
+        if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
             self.settle()
 
     def _wait_for_readers(self) -> None:
@@ -236,6 +237,7 @@ class Gatherer:
         # Not in a forked worker ([Note: forked workers] in `watch.py`), where no message arrives, and not on another
         # thread, as the main thread may be showing them at the same time. (On an accelerator a backward, and what it
         # computes again, runs on a thread of torch, and the main thread waits for it.)
+        self.collectives.come()
         process, thread = self._own_thread
         is_own_thread = process == os.getpid() and (thread == threading.get_ident() or in_backward())
         if unit.weights.buffer.borrows:

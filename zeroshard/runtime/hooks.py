@@ -295,6 +295,7 @@ def _on_gradient(schedule: weakref.ref[Schedule], unit: Unit, index: int) -> Cal
     def hook(parameter: nn.Parameter) -> None:
         alive, of_unit = schedule(), unit_ref()
         if alive is not None and of_unit is not None:
+            alive.reducer.collectives.come()
             if not alive.accumulates:
                 alive.begin_backward(accumulates=True)
             alive.reducer.accumulate(of_unit, index, parameter)

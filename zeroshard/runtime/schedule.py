@@ -107,6 +107,7 @@ class Schedule(NotCopied):
                 )
 
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
+        self.gatherer.collectives.come()
         self.expect_to_begin()
         units, makes_graph = needed.units, torch.is_grad_enabled()
         given = given_tensors((module, *needed.inside))
@@ -126,6 +127,7 @@ class Schedule(NotCopied):
         """Hide units that no forward needs any more, replace views of their weights in `results.output`, and hook the
         outputs that they have made: backward gathers the units again when it reaches these. See [Note: who made an
         output]. `transformed`: a transform is active, which runs its own backward at once."""
+        self.gatherer.collectives.come()
         units = needed.units
         if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return
@@ -280,6 +282,7 @@ class Schedule(NotCopied):
             accumulates: True: it leaves gradients in parameters; None: look at the graph. (In a reentrant checkpoint,
                 parameters are not in the graph until an inner backward reaches them.)
         """
+        self.gatherer.collectives.come()
         if self._backward is None:
             self._backward = torch._C._current_graph_task_id()
             # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
@@ -335,6 +338,7 @@ class Schedule(NotCopied):
 
     @called_by_torch
     def _end_backward(self) -> None:
+        self.gatherer.collectives.come()
         self._backward = None
         self.running.end_backward()
         _forget_autocasts(self.gatherer.collectives.device)
