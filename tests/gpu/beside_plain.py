@@ -41,7 +41,6 @@ class Case:
         loss: of the model and the number of the step.
         units: of `shard`.
         around: a scope around forward and loss.
-        evaluates: whether the outcome has what the model returns for `inputs` in evaluation.
     """
 
     model: Callable[[], nn.Module]
@@ -156,9 +155,14 @@ def compare(
     tolerance: float = 0.0,
     expected: State | None = None,
 ) -> None:
-    """A check: under each of the plans, the outcome is that of plain torch (or `expected`)."""
+    """A check: under each of the plans, the outcome is that of plain torch (or `expected`). Where plain torch raises
+    (a kernel that this GPU lacks), there is only a note."""
     with guarded(checks, what):
-        truth = run(None) if expected is None else expected
+        try:
+            truth = run(None) if expected is None else expected
+        except Exception as error:
+            checks.note(f"{what}: plain torch raises", told(error))
+            return
         off: dict[str, float] = {}
         errors: list[str] = []
         for plan in plans:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import zeroshard
 from tests.gpu.beside_plain import (
@@ -84,7 +83,7 @@ class _Compiled(Training):
 
     def __init__(self, case: Case, plan: Plan | None, whole: bool, options: dict[str, Any]) -> None:
         torch._dynamo.reset()
-        counters.clear()
+        _counters().clear()
         super().__init__(case, plan)
         if whole:
             self.called = torch.compile(self.model, **options)
@@ -96,15 +95,34 @@ class _Compiled(Training):
 
     def step(self, number: int) -> None:
         super().step(number)
-        self.graphs.append(counters["stats"]["unique_graphs"])
+        self.graphs.append(_counters()["stats"]["unique_graphs"])
         if ON_CUDA:
             # What the step has freed holds NaN, and the next forward takes its buffers elsewhere.
             self._others = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 10, 1 << 13, 1 << 15) * 3]
 
     def words(self) -> str:
-        breaks = sum(counters["graph_break"].values())
-        skipped = counters["inductor"]["cudagraph_skips"]
-        return f"{self.graphs[-1]} graphs, {breaks} breaks" + (f", {skipped} without CUDA graphs" if skipped else "")
+        counters = _counters()
+        words = f"{self.graphs[-1]} graphs, {sum(counters['graph_break'].values())} breaks"
+        if ON_CUDA:
+            words += f", {_recorded()} CUDA graphs, {counters['inductor']['cudagraph_skips']} skipped"
+        return words
+
+
+def _counters() -> Any:
+    from torch._dynamo.utils import counters  # slow to import
+
+    return counters
+
+
+def _recorded() -> str:
+    """How many CUDA graphs torch has recorded for compiled code."""
+    try:
+        from torch._inductor import cudagraph_trees
+
+        manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+        return "0" if manager is None else str(next(manager.graph_counter))
+    except Exception as error:
+        return f"? ({type(error).__name__})"
 
 
 class _Accumulating(_Compiled):
@@ -210,6 +228,7 @@ def _autotuned(checks: Checks, exchanges: str, setting: Setting) -> None:
 
 def _graphs(checks: Checks, exchanges: str, setting: Setting) -> None:
     _graphed_callables(checks, exchanges)
+    _graphed_parts(checks, exchanges)
     for plan in FEW_PLANS:
         with guarded(checks, f"{plan}, {exchanges}: a step captured"):
             _captured_step(checks, plan, exchanges)
@@ -232,6 +251,22 @@ def _graphed_callables(checks: Checks, exchanges: str) -> None:
         what = f"{plan}, {exchanges}: make_graphed_callables after shard"
         expect_words(checks, what, graph, "hooks", "a CUDA graph would record")
         with guarded(checks, what):
+            _is_as_before(checks, what, training)
+
+
+def _graphed_parts(checks: Checks, exchanges: str) -> None:
+    """A module inside of a unit, which has no hooks: works where its weights stay where they are."""
+    for plan in FEW_PLANS:
+        what = f"{plan}, {exchanges}: make_graphed_callables of a part of a unit"
+        with guarded(checks, what):
+            training = Training(CASE, plan)
+            part: Any = training.model.blocks[0].up  # type: ignore[union-attr,index]
+            rows = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
+            graph: Any = partial(torch.cuda.make_graphed_callables, part, (rows,))
+            if plan is zeroshard.ZERO3 and exchanges != "alone":
+                expect_words(checks, what, graph, "are not here")
+                continue
+            graph()
             _is_as_before(checks, what, training)
 
 
