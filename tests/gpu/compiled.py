@@ -32,7 +32,7 @@ from tests.gpu.beside_plain import (
 )
 from tests.gpu.checks import Checks, Setting
 from tests.gpu.worlds import Sleeps, one_rank
-from tests.kit import State
+from tests.kit import DEVICE, State
 from zeroshard.placement import Plan
 
 
@@ -98,7 +98,7 @@ class _Compiled(Training):
         self.graphs.append(_counters()["stats"]["unique_graphs"])
         if ON_CUDA:
             # What the step has freed holds NaN, and the next forward takes its buffers elsewhere.
-            self._others = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 10, 1 << 13, 1 << 15) * 3]
+            self._others = [torch.full((size,), torch.nan, device=DEVICE) for size in (1 << 10, 1 << 13, 1 << 15) * 3]
 
     def words(self) -> str:
         counters = _counters()
@@ -239,8 +239,8 @@ def _graphs(checks: Checks, exchanges: str, setting: Setting) -> None:
 
 
 def _graphed_callables(checks: Checks, exchanges: str) -> None:
-    rows = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
-    model = Parts().cuda()
+    rows = torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
+    model = Parts().to(DEVICE)
     block: Any = model.blocks[0]
     torch.cuda.make_graphed_callables(block, (rows,))
     what = f"a graphed block, {exchanges}: shard"
@@ -261,7 +261,7 @@ def _graphed_parts(checks: Checks, exchanges: str) -> None:
         with guarded(checks, what):
             training = Training(CASE, plan)
             part: Any = training.model.blocks[0].up  # type: ignore[union-attr,index]
-            rows = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
+            rows = torch.randn(8, WIDTH, device=DEVICE, requires_grad=True)
             graph: Any = partial(torch.cuda.make_graphed_callables, part, (rows,))
             if plan is zeroshard.ZERO3 and exchanges != "alone":
                 expect_words(checks, what, graph, "are not here")
@@ -277,7 +277,7 @@ def _is_as_before(checks: Checks, what: str, training: Training) -> None:
 
 def _captured_step(checks: Checks, plan: Plan, exchanges: str) -> None:
     training = Training(CASE, plan)
-    rows, graph = torch.randn(8, WIDTH, device="cuda"), torch.cuda.CUDAGraph()
+    rows, graph = torch.randn(8, WIDTH, device=DEVICE), torch.cuda.CUDAGraph()
 
     def capture() -> None:
         with torch.cuda.graph(graph):
@@ -294,7 +294,7 @@ def _captured_evaluation(checks: Checks, plan: Plan, what: str) -> None:
     """A forward without gradients, of weights that stay where they are. It is replayed after a step, whose gathers may
     be under way."""
     training, plain = Training(CASE, plan), Training(CASE, None)
-    rows, graph = torch.randn(8, WIDTH, device="cuda"), torch.cuda.CUDAGraph()
+    rows, graph = torch.randn(8, WIDTH, device=DEVICE), torch.cuda.CUDAGraph()
     with torch.no_grad():
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
