@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,13 @@ POPEN: type[subprocess.Popen[Any]] = subprocess.Popen
 """Starts the programs that a piece runs."""
 
 
-def run_python(*arguments: str, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Status and output of this interpreter with these arguments, at the root of the repository."""
+def run_python(
+    *arguments: str,
+    variables: Mapping[str, str] | None = None,
+    during: Callable[[subprocess.Popen[Any]], None] | None = None,
+) -> tuple[int, str]:
+    """Status and output of this interpreter with these arguments, at the root of the repository. `during`: is called
+    with the process once it has started, before its output is read."""
     environment = {**os.environ, **(variables or {})}
     command = [sys.executable, *arguments]
     process = POPEN(
@@ -106,5 +111,7 @@ def run_python(*arguments: str, variables: Mapping[str, str] | None = None) -> t
         text=True,
         errors="replace",
     )
+    if during is not None:
+        during(process)
     output, _ = process.communicate()
     return process.returncode, output

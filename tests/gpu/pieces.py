@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.gpu import around_steps, compiled, correct, costs, habits
+from tests.gpu import around_steps, compiled, correct, costs, habits, libraries
 from tests.gpu.checks import Checks, Setting, Skip
 
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
@@ -24,6 +24,12 @@ FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "checkpoint": around_steps.checkpoint,
     "park": around_steps.park,
     "join": around_steps.join,
+    "transformers": libraries.transformers,
+    "accelerate": libraries.accelerate,
+    "lightning": libraries.lightning,
+    "peft": libraries.peft,
+    "vision": libraries.vision,
+    "trainer": libraries.trainer,
     "sanitizer": correct.sanitizer,
     "profile": costs.profile,
     "large": costs.large,

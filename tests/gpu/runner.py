@@ -64,6 +64,12 @@ PIECES = (
     Piece("checkpoint", "saved, also in the background, and loaded: trains on with the same bits", 180),
     Piece("park", "a parked model leaves the GPU's memory, and trains on with the same bits", 120),
     Piece("join", "two ranks on one GPU, of which one runs out of inputs", 240),
+    Piece("transformers", "the Trainer of transformers: the losses without zeroshard; saved, resumed, generating", 300),
+    Piece("accelerate", "Accelerate's loop: the losses without zeroshard; saved and resumed", 180),
+    Piece("lightning", "Lightning's Trainer and Fabric: the losses without zeroshard; saved and resumed", 180),
+    Piece("peft", "adapters on a base in bf16: the losses of plain torch, and a base that stays as it is", 180),
+    Piece("vision", "convolutions in channels_last, batch norms, autocast: the losses of plain torch", 180),
+    Piece("trainer", "`zeroshard train`: memory as planned, stopped by a signal, resumed with the same losses", 240),
     Piece(
         "sanitizer", "torch's CUDA sanitizer finds no race; a seeded one is found", 240, {"TORCH_CUDA_SANITIZER": "1"}
     ),
