@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -64,19 +65,23 @@ class LoneAxis(Axis):
         return Lone(1)
 
 
+_REDUCING: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The group of one rank -> the one for its reductions: communicators take time and memory of a GPU."""
+
+
 @contextmanager
 def exchanging_alone() -> Iterator[None]:
     """Inside, a model that is sharded over one rank borrows pool buffers, and gathers and reduces through its backend,
     as over several ranks."""
-    make, groups = Mesh.of.__func__, dict[Any, Any]()  # type: ignore[attr-defined]
+    make = Mesh.of.__func__  # type: ignore[attr-defined]
 
     def of(cls: type[Mesh], mesh: Any, device: torch.device | None = None) -> Mesh:
         found: Mesh = make(cls, mesh, device)
         assert found.world.ranks == (0,), "a world of one"
         shard, world = (LoneAxis(axis.group, axis.rank, axis.ranks) for axis in (found.shard, found.world))
-        if shard.group not in groups:  # see [Note: two communicators] in `mesh.py`
-            groups[shard.group] = _new_group(shard.ranks, shard.group, found.device)
-        return replace(found, shard=shard, world=world, reduce=LoneAxis(groups[shard.group], 0, shard.ranks))
+        if shard.group not in _REDUCING:  # see [Note: two communicators] in `mesh.py`
+            _REDUCING[shard.group] = _new_group(shard.ranks, shard.group, found.device)
+        return replace(found, shard=shard, world=world, reduce=LoneAxis(_REDUCING[shard.group], 0, shard.ranks))
 
     with patch.object(Mesh, "of", classmethod(of)):
         yield
