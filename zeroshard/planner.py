@@ -415,8 +415,8 @@ class Training:
         return Bytes.total([Bytes(), *in_pieces, *whole])
 
     def temporaries(self) -> int:
-        """Bytes that a step on a GPU creates and frees beside the optimizer's class: where main is joined or compared, a
-        bool and a number of main for each element."""
+        """Bytes that a GPU creates and frees in a step beside the optimizer's class: where main is joined or compared,
+        a bool and a number of main for each element."""
         if self.topology.device_type == "cpu":
             return 0
         units = [one for one in self.units if one.spec.trainable and (one.joins_main or one.follows_weights)]
