@@ -188,7 +188,7 @@ class ShardedOptimizer(TorchOptimizer):
         if not loss.requires_grad:
             raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
         self.engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
-        with self.scaling.backward(scaler, weight, anew=self.engine.reducer.begins_anew()) as factor:
+        with self.scaling.backward(scaler, weight, anew=self.engine.begins_anew()) as factor:
             scaled = loss if factor == 1.0 else loss.float() * factor
             with self.engine.reducer.expect_backward(scaled, is_plain=not kwargs.keys() - {"retain_graph"}):
                 scaled.backward(**kwargs)  # type: ignore[no-untyped-call]

@@ -232,3 +232,20 @@ def test_a_backward_after_the_norm_was_taken_counts(rank: int) -> None:
     assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(2.0)
     optimizer.backward(ddp(torch.ones(1, 4)).sum() * torch.inf)
     assert not optimizer.step().applied
+
+
+@on_ranks(2)
+def test_a_weighted_loss_that_the_model_discards_does_not_count(rank: int) -> None:
+    """Its weight was added to that of the next loss, and the step was half as large."""
+    found = []
+    for discards in (False, True):
+        model = make(Net)
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        if discards:
+            optimizer.backward(loss_of_tokens(ddp, rank, 0, 0), weight=3.0)
+            model.zero_grad()
+        optimizer.backward(loss_of_tokens(ddp, rank, 0, 1), weight=2.0)
+        optimizer.step()
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert same_bits(*found)

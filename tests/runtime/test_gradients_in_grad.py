@@ -330,6 +330,98 @@ def test_a_gradient_that_is_set_after_a_discarded_loss_has_not_its_weight(rank: 
             torch.testing.assert_close(before[name] - after, torch.full_like(after, moved))
 
 
+def _ones_by_hand(run: Run) -> None:
+    run.model[0].weight.grad = torch.ones(16, 6, dtype=torch.float64)
+
+
+@on_ranks(2)
+def test_a_gradient_set_by_hand_after_discarded_losses_has_no_factors_of_theirs(rank: int) -> None:
+    """It was divided by the weight, in silence."""
+    for plan, weight, scale in itertools.product(PLANS, (None, 4.0), (1.0, 1024.0)):
+        run = Run(rank, plan, loss_scale=scale)
+        before = run.weights()
+        run.optimizer.backward(run.loss(0), weight=weight)
+        run.model.zero_grad()
+        _ones_by_hand(run)
+        run.optimizer.step()
+        for name, after in run.weights().items():
+            moved = 0.1 if name == "0.weight" else 0.0
+            torch.testing.assert_close(before[name] - after, torch.full_like(after, moved), msg=f"{plan} {weight}")
+
+
+@on_ranks(2)
+def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank: int) -> None:
+    """It was divided by scale and weights, and what was made of the terms under `no_sync` was not divided by the scale.
+    Afterwards training goes on with the bits of a run without the error."""
+
+    def replaced(run: Run, weight: float | None) -> None:
+        run.optimizer.backward(run.loss(0), weight=weight)
+        _ones_by_hand(run)
+        run.optimizer.step()
+
+    def other_memory(run: Run, weight: float | None) -> None:
+        run.optimizer.backward(run.loss(0), weight=weight)
+        run.model[0].weight.grad.data = torch.ones(16, 6, dtype=torch.float64)
+        run.optimizer.step()
+
+    def before_backward(run: Run, weight: float | None) -> None:
+        _ones_by_hand(run)
+        run.optimizer.backward(run.loss(0), weight=weight)
+
+    def terms(run: Run, weight: float | None) -> None:
+        assert run.handle is not None
+        with run.handle.no_sync():
+            run.optimizer.backward(run.loss(0), weight=weight)
+        for parameter in run.model.parameters():
+            parameter.grad = parameter.grad * 0.5
+        run.optimizer.step()
+
+    def terms_of_one(run: Run, weight: float | None) -> None:
+        assert run.handle is not None
+        with run.handle.no_sync():
+            run.optimizer.backward(run.loss(0), weight=weight)
+        run.model[0].weight.grad = run.model[0].weight.grad * 0.5
+        run.loss(1).backward()
+
+    ways = (replaced, other_memory, before_backward, terms, terms_of_one)
+    for plan, way, (weight, scale) in itertools.product(PLANS, ways, ((4.0, 1.0), (None, 1024.0))):
+        found = []
+        for fails in (False, True):
+            run = Run(rank, plan, loss_scale=scale)
+            if fails:
+                with pytest.raises(RuntimeError, match=r"was set by hand.* optimizer.zero_grad\(\)"):
+                    way(run, weight)
+                run.model.zero_grad()
+                run.optimizer.zero_grad()
+            run.optimizer.backward(run.loss(2), weight=weight)
+            run.optimizer.step()
+            found.append(run.weights())
+        assert same_bits(*found), (plan, way.__name__)
+
+
+@on_ranks(2)
+def test_a_step_after_a_backward_that_raised_says_so(rank: int) -> None:
+    """It blamed `no_sync`. After `zero_grad` training goes on with the bits of a run without the error."""
+    for plan, micro_batches, clips in itertools.product(PLANS, (0, 1), (False, True)):
+        found = []
+        for fails in (False, True):
+            run = Run(rank, plan)
+            if fails:
+                for step in range(micro_batches):
+                    run.loss(step).backward()
+                hook = run.model[2].weight.register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    run.loss(1).backward()
+                hook.remove()
+                with pytest.raises(RuntimeError, match=r"on rank 0, 1: the last backward has raised.*zero_grad"):
+                    run.optimizer.clip_grad_norm_(1.0) if clips else run.optimizer.step()
+                run.optimizer.zero_grad()
+            run.loss(2).backward()
+            run.optimizer.step()
+            found.append(run.weights())
+        assert same_bits(*found), plan
+
+
 @on_ranks(2)
 def test_a_loss_whose_backward_raised_does_not_count_for_one_computed_before(rank: int) -> None:
     for plan in PLANS:

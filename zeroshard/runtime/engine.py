@@ -185,6 +185,13 @@ class Engine(NotCopied):
         self.reducer.notice()  # the user may have set `p.grad = None` in the meantime
         return self.reducer.has_gradients(units, reduced=reduced)
 
+    def begins_anew(self) -> bool:
+        """Whether no gradients wait for a step (the user may have discarded them, by `model.zero_grad()` for
+        example)."""
+        if external := [unit for unit in self.units if unit.grads.is_external]:
+            return all(grad is None for unit in external for grad in unit.user_grads())
+        return bool(self.reducer.order) and not (self.reducer.notice() or self.reducer.has_gradients())
+
     def expect_no_gradients(self, what: str) -> None:
         """Raises:
         RuntimeError: gradients are waiting for a step."""

@@ -41,6 +41,11 @@ class Loss:
     looked_at: bool = False
     finite: list[Tensor] = field(default_factory=list)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether its gradients are those of the loss of the user."""
+        return self.scale == 1.0 and not self.is_weighted
+
 
 class LossLedger:
     """The ledger of one model. See the module's note.

@@ -123,11 +123,6 @@ class Reducer:
         states = [unit.grads.state for unit in looked_at]
         return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
 
-    def begins_anew(self) -> bool:
-        """Whether no gradients wait for a step (the user may have discarded them, by `model.zero_grad()` for
-        example)."""
-        return bool(self.order) and not (self.notice() or self.has_gradients())
-
     @property
     def version(self) -> object:
         """A value that stays equal as long as no reduced gradient changes."""

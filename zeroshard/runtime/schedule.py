@@ -298,6 +298,11 @@ class Schedule(NotCopied):
             self.accumulates = True
             self.reducer.begin_backward()
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether the last backward has raised, after it had begun to leave gradients in parameters."""
+        return self.accumulates and self._backward is not None and not in_backward()
+
     def expect_to_begin(self) -> None:
         """If the last backward raised, discard its gradients.
 

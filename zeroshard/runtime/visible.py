@@ -17,6 +17,9 @@ plain torch has a graph in `p.grad`, and a loss that is computed from it would l
 | another tensor, or | a gradient of this rank, set by hand: the step takes the mean over ranks, and a |
 | other memory       | backward before the step adds to it (`p.grad.data = values`)                    |
 
+The step divides by scales and weights of losses. A gradient set by hand beside gradients of such losses, or made of the
+terms of this rank that had them (`no_sync`), may have these factors or not: it is *doubtful*, and refused.
+
 `withdraw` sets `p.grad` to None when a backward begins, so that autograd does not add to these tensors.
 """
 
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +56,7 @@ class VisibleGradients:
         edits: operations on gradients that no rank holds in full, since the ranks last compared them: (parameter,
             operation).
         had_graphs: whether backward has given gradients with graphs, which buckets do not keep.
+        doubtful: the name of a parameter whose gradient set by hand is doubtful (`notice` finds it); None if none is.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, ledger: LossLedger) -> None:
@@ -64,7 +68,8 @@ class VisibleGradients:
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.edits: list[tuple[str, str]] = []
-        self.had_graphs = False
+        self.had_graphs = self._has_shown_factors = False
+        self.doubtful: str | None = None
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
 
@@ -135,6 +140,7 @@ class VisibleGradients:
             if parameter.grad is not None:
                 continue
             if in_full and (parameter.grad_dtype or parameter.dtype) == dtype:  # torch accepts no other
+                self._has_shown_factors |= not self.final
                 yield index, views[index], index in grads.present
                 continue
             if index not in sharded:
@@ -142,8 +148,17 @@ class VisibleGradients:
             yield index, sharded[index], True
 
     def withdraw(self) -> None:
-        """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds."""
-        self._discard_all_gone()
+        """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
+
+        Raises:
+            RuntimeError: one is doubtful, or the loss is scaled or weighted and it is not.
+        """
+        by_hand = self.notice()
+        if self.doubtful is not None:
+            raise InvalidState(f"backward: {doubtful(self.doubtful)}")
+        if by_hand and not self._ledger.loss.is_final:
+            raise InvalidState(f"backward: {doubtful(self._name_of(by_hand))}")
+        self._has_shown_factors = False
         self.apply_clips()
         self.had_graphs &= any(grads.state is not GradState.EMPTY for grads in self._grads.values())
         for unit in self._grads:
@@ -165,7 +180,14 @@ class VisibleGradients:
                 if gradient is not None and index not in self._shown[unit]:
                     self._expect_new(unit, index, gradient)
                     by_hand[unit.index, index] = gradient.detach()
+        has_factors = not self.final and any(grads.state is not GradState.EMPTY for grads in self._grads.values())
+        is_doubtful = by_hand and (has_factors or self._has_shown_factors)
+        self.doubtful = self._name_of(by_hand) if is_doubtful else None
         return by_hand
+
+    def _name_of(self, by_hand: Iterable[tuple[int, int]]) -> str:
+        (number, index), *_ = by_hand
+        return next(unit for unit in self._grads if unit.index == number).layout.slots[index].name
 
     def _keep_apart(self) -> None:
         """Copy gradients set by hand that lie in a bucket: what is discarded there next would change them."""
@@ -223,6 +245,7 @@ class VisibleGradients:
                 if unit.parameters[index].grad is shown[index]:
                     unit.parameters[index].grad = None
                 self._let_go(unit, shown, index)
+        self._has_shown_factors &= any(self._shown.values())
 
     def _discard_all_gone(self) -> None:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
@@ -235,8 +258,7 @@ class VisibleGradients:
         for unit, slots in gone.items():
             self._discard(unit, slots)
         if not any(self._shown.values()):
-            if not any(one is not None for unit in self._grads for one in unit.user_grads()):  # nothing in their place
-                self._ledger.discard_losses()
+            self._ledger.discard_losses()
             for grads in self._grads.values():
                 grads.consume(set(grads.waiting))
 
@@ -333,6 +355,16 @@ class VisibleGradients:
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
             for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
         }
+
+
+def doubtful(name: str) -> str:
+    """The error for a doubtful gradient."""
+    return (
+        f"p.grad of {name} was set by hand, and losses of this step are scaled or weighted: it is unknown whether "
+        "these values are. Discard the gradients of the losses by optimizer.zero_grad() before you set others; change "
+        "those of no_sync in place (p.grad.mul_(0.5)); where losses are only scaled, handle.set_gradient(name, values) "
+        "sets one"
+    )
 
 
 def _norm_of(norm_type: float) -> str:

@@ -19,6 +19,7 @@ from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.visible import doubtful
 from zeroshard.step.ahead import Ahead, Verdict
 from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping
@@ -311,8 +312,10 @@ class Agreement:
         RuntimeError, ValueError: as `control`."""
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             if status in control.status:
-                found = self._engine.collectives.exchange_objects(self._last_status, CONTROL)
-                ranks = [rank for rank, of_rank in enumerate(found) if of_rank == status]
+                mine = self._last_status, self._engine.reducer.visible.doubtful
+                found = self._engine.collectives.exchange_objects(mine, CONTROL)
+                ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank == status]
+                message = message.replace("{name}", str(found[ranks[0]][1]))
                 raise InvalidState(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
             raise InvalidValue("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
@@ -355,6 +358,10 @@ class Agreement:
         with as_tensors():
             if any(p.grad is not None and id(p) not in updated for p in watched):
                 return Status.UNFROZEN
+        if self._engine.hooks.schedule.has_raised:
+            return Status.RAISED
+        if self._engine.reducer.visible.doubtful is not None:
+            return Status.DOUBTFUL
         if any(unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED
         if by_hand:
@@ -447,7 +454,7 @@ def _meet_again(collectives: Collectives, units: Iterable[Unit]) -> None:
 
 _AGAIN = "clip_grad_norm_ or step with gradients that have changed since clip_grad_norm_ (change them on every rank)"
 
-_REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.NOT_REDUCED}
+_REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.RAISED, Status.DOUBTFUL, Status.NOT_REDUCED}
 """If a rank has one of these, the step raises, also if other ranks have gradients set by hand."""
 
 _NOT_READY = {
@@ -455,6 +462,9 @@ _NOT_READY = {
     "weights and optimizer state again (a checkpoint, or load_full_state_dict and load_state_dict)",
     Status.UNFROZEN: "a parameter has a gradient that was frozen when the model was called last. Let it require grad "
     "before the model (not only a part of it) is called; under OPTIMIZER_ONLY before the optimizer is built",
+    Status.RAISED: "the last backward has raised, so its gradients are incomplete. Call optimizer.zero_grad() after "
+    "such an error, and begin with the first micro-batch of the step again",
+    Status.DOUBTFUL: doubtful("{name}"),
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
     Status.USED_UP: "the previous step has consumed the gradients (a plain optimizer would apply them once more). Call "

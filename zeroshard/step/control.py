@@ -52,6 +52,8 @@ class Status(IntEnum):
     USED_UP = 5
     BY_HAND = 6  # gradients have been set by hand: they are reduced first
     NOT_AHEAD = 7  # ready, but no rank may update anything before it knows the answer (`ahead.py`)
+    RAISED = 8  # the last backward has raised
+    DOUBTFUL = 9  # it is unknown whether a gradient set by hand has the factors of the losses (`visible.py`)
 
 
 @dataclass(frozen=True)
