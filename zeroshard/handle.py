@@ -28,7 +28,7 @@ from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.timeline import Timeline
-from zeroshard.runtime.unsharded import Part, units_of, unsharded, written
+from zeroshard.runtime.unsharded import Part, expect_none_written, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
@@ -193,11 +193,11 @@ class Handle(NotTheModel, NotCopied):
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
         """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
         engine = self._open("set_main_parts")
-        trainable = engine.trained_units("set_main_parts")
+        expect_none_written(engine.units, "set_main_parts")
         engine.gatherer.settle()
         # No rank may write its weights before all ranks have read them.
         engine.collectives.exchange_objects(None, "set_main_parts()")
-        for unit, part in zip(trainable, parts, strict=True):
+        for unit, part in zip(engine.trained_units("set_main_parts"), parts, strict=True):
             unit.write(unit.updated, part)
             unit.edits += 1
             engine.gatherer.updated(unit)

@@ -238,7 +238,7 @@ class ShardedOptimizer(TorchOptimizer):
         loss = torch.enable_grad()(closure)() if closure is not None else None
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_in_place()
-        expect_none_written(self.engine.units)
+        expect_none_written(self.engine.units, "a step")
         self._ask(arguments=arguments)
         if verdict := self.agreement.verdict(updates=True):  # 2 goes ahead of the answer
             self.engine.pool.rest()

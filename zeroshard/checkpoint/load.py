@@ -27,6 +27,7 @@ from zeroshard.model.inference import outside_inference
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.unsharded import expect_none_written
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class _Load:
     @phase("load: find")
     def _find(self, step: int | None) -> tuple[None, list[str]]:
         self.engine.expect_no_gradients("load")
+        expect_none_written(self.engine.units, "a load")
         expect_stateful(self.extra)
         expect_of_engine(self.optimizers, self.engine)
         if self.engine.collectives.mesh.world.rank:

@@ -20,6 +20,7 @@ from zeroshard.io.values import decode, encode
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
+from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.storage.unit import Unit
 
 
@@ -79,6 +80,8 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
     collectives, extra_states = engine.collectives, engine.plain.extra_states()
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
+
+    expect_none_written(units, "load_full_state_dict")
 
     def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
         if not has_state:

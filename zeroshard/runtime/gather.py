@@ -186,8 +186,8 @@ class Gatherer:
 
     @phase("step: updated", of_unit=True)
     def updated(self, unit: Unit, slots: Collection[int] | None = None) -> None:
-        """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full start to
-        be gathered from the other ranks. Collective."""
+        """The optimizer has changed the own interval (`slots`: only in these slots). Weights that rest in full, or are
+        shown by an open scope, start to be gathered from the other ranks. Collective."""
         unit.weights.versions.renew(slots)
         were_there = unit.weights.state is not Residency.SHARDED
         if were_there and self.collectives.mesh.world.size == 1:  # nothing to gather, and nobody to compare with
@@ -202,6 +202,9 @@ class Gatherer:
             # A read of a root part waits for it (`bring`), so `begin_forward` need not.
             is_awaited = unit in self._called or unit.spec.is_part
             (self._uncalled.discard if is_awaited else self._uncalled.add)(unit)
+        elif unit.weights.scopes:
+            unit.weights.gather(self.collectives, "unshard", unit.weights.own().new_empty(unit.layout.numel))
+            self._begun.append(unit)
         self._called.discard(unit)
 
     @phase("step: read from peers")
@@ -218,8 +221,12 @@ class Gatherer:
             for unit in begun:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
-        # No forward hook will wait for them: units without modules, and a replay runs no hook.
-        if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
+            for unit in begun:
+                if unit.weights.scopes and unit.weights.buffer.borrows:
+                    unit.weights.arrive()
+                    unit.weights.show()
+            # No forward hook will wait for them: units without modules, and a replay runs no hook.
+            if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
             self.settle()
 
     def _wait_for_readers(self) -> None:

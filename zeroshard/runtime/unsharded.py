@@ -146,18 +146,23 @@ def _count_writes(units: Sequence[Unit], before: Sequence[Sequence[int]], collec
         unit.weights.versions.renew({slot for slot, own in enumerate(of_unit) if next(of_all) and not own})
 
 
-def expect_none_written(units: Sequence[Unit]) -> None:
-    """Called before a step, which would free the full weights of a scope that is open for writing.
+def expect_none_written(units: Sequence[Unit], what: str) -> None:
+    """Called before the engine sets values itself: at the end of a scope that is open for writing, main follows the
+    weights, and would be rounded to them. Weights that rest in shards would be gone.
 
     Raises:
-        RuntimeError: there is one.
+        RuntimeError: there is such a scope.
     """
-    if any(unit.weights.writers and not unit.weights.buffer.rests_in_full for unit in units):
-        raise InvalidState(
-            "a step in a block of handle.unsharded(write=True), whose values become the weights: step after the block. "
-            "(Torch's get_state_dict and set_state_dict step an optimizer that has no state: call "
-            "get_optimizer_state_dict before the block)"
-        )
+    if not any(unit.weights.writers for unit in units):
+        return
+    steps = (
+        " (Torch's get_state_dict and set_state_dict step an optimizer that has no state: call "
+        "get_optimizer_state_dict before the block)"
+    )
+    raise InvalidState(
+        f"{what} in a block of handle.unsharded(write=True), whose values become the weights: call it before or after "
+        f"the block.{steps if what == 'a step' else ''}"
+    )
 
 
 def _before(unit: Unit) -> Tensor:
