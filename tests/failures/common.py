@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -88,6 +89,7 @@ class Ranks:
             os.dup2(log, 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+            threading.excepthook = threading.__excepthook__  # pytest's shows nothing here
             random.seed(rank)
             join(self._store.port, rank, num_ranks, timeout)
             fn(rank, lambda: os.write(self._writer, b"."), *args)
@@ -97,7 +99,7 @@ class Ranks:
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
-            watch.stop()  # as at exit
+            watch.at_exit()
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(status)
 

@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +100,7 @@ def failing_rank(
         time.sleep(2 * AT_ONCE)
 
 
-def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> None:
+def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way, words: str = "injected into") -> None:
     assert None not in ended.statuses, ended
     assert 0 not in ended.statuses, ended
     assert max(ended.seconds) < AT_ONCE, ended
@@ -113,9 +115,9 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way) -> 
     else:
         assert re.fullmatch(rf"zeroshard: rank {culprit} of \d failed first:", first), said
         assert said.count("Traceback") == 1, said
-        assert f"Injected: injected into {place}" in said.split("exits because")[0], said
+        assert f"Injected: {words}" in said.split("exits because")[0], said
         others = len(ended.statuses) - 1
-        assert len(re.findall(rf"exits because rank {culprit} failed: .*injected into {place}", said)) == others, said
+        assert len(re.findall(rf"exits because rank {culprit} failed: .*{words}", said)) == others, said
 
 
 def test_one_rank_fails_and_all_leave_in_seconds(tmp_path: Path) -> None:
@@ -193,6 +195,49 @@ def test_a_death_is_named_also_before_the_next_round_of_the_watch() -> None:
     ended = Ranks(survivor, 2).finish()
     assert ended.statuses == [1, -signal.SIGKILL], ended
     assert "rank 0 exits because rank 1 died without reporting an error" in ended.said, ended
+
+
+def rank_that_trains_on_a_thread(rank: int, mark: Callable[[], Any], *, joins: bool, in_training: bool) -> None:
+    """`in_training`: whether the error is one of the thread that trains, or of another one."""
+    zeroshard.init()
+
+    def fail() -> None:
+        raise Injected("no such file: data/7")
+
+    def work() -> None:
+        run = Run(rank, "zero3", "fp32").train([0, 1])
+        if rank == 1:
+            mark()
+            if in_training:
+                fail()
+            other = threading.Thread(target=fail)
+            other.start()
+            other.join()
+        run.train([2])
+        run.handle.close()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    if joins:
+        worker.join()
+    else:
+        wait_until(lambda: not worker.is_alive())
+        time.sleep(0.0 if not in_training else 10 * AT_ONCE)  # the main thread has other work
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_an_uncaught_error_of_a_thread_that_trains_ends_all_ranks(joins: bool) -> None:
+    """The other ranks waited until the timeout, or were told of a deadlock; and all had the exit status 0."""
+    ended = Ranks(partial(rank_that_trains_on_a_thread, joins=joins, in_training=True), 3).finish()
+    expect_culprit_named(ended, 1, "data", "raises", words="no such file")
+
+
+def test_an_uncaught_error_of_another_thread_ends_none() -> None:
+    """As in plain torch."""
+    ended = Ranks(partial(rank_that_trains_on_a_thread, joins=True, in_training=False), 2).finish()
+    assert ended.statuses == [0, 0], ended
+    assert "Injected: no such file: data/7" in ended.said
+    assert "exits because" not in ended.said
 
 
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:

@@ -10,6 +10,7 @@ that has left, wait forever:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 LONG_SECONDS = 2.0
@@ -82,9 +84,11 @@ class Here:
 
     Attributes:
         begun: how many collectives of each kind this rank has begun.
+        thread: the thread that has called the model, or begun a collective, last: usually the main thread.
     """
 
     begun: Counter[str] = field(default_factory=Counter)
+    thread: int = 0
     _wait: Wait | None = None
     _since: float = 0.0
     _meshes: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -98,9 +102,15 @@ class Here:
 
     def begin(self, key: str) -> int:
         """Count a collective that begins here, and return its number."""
+        self.note_thread()
         number = self.begun[key]
         self.begun[key] = number + 1
         return number
+
+    def note_thread(self) -> None:
+        """Set `thread` to the current one, but not to a thread of torch that runs a backward."""
+        if torch._C._current_graph_task_id() == -1:
+            self.thread = threading.get_ident()
 
     def begin_wait(self, wait: Wait | None) -> tuple[Wait | None, float]:
         """Note that this process waits from now on (None: no change). Returns the argument for `end_wait`."""

@@ -160,7 +160,7 @@ class Watch:
     def _leave(self, store: Store) -> None:
         self._heart.end()
         if not self._has_failed:
-            self._notices.leave(store, self.beats, _where(threading.main_thread().ident))
+            self._notices.leave(store, self.beats, _where_it_trains())
         # A cause that only this rank knows: the store had not answered, and does so only now.
         self._announce_found(store, self._cause)
 
@@ -196,6 +196,11 @@ class Watch:
                 show()
             self._show_handled(own)
             self._say(cause)
+
+    def leave(self, error: BaseException) -> None:
+        """End this process, as its main thread does not know of the error: at once in its waits inside gloo, else after
+        the grace period."""
+        self._cause = self._cause or Cause(self.rank, f"failed: {_in_one_line(error)}")
 
     @waits_in_vain
     def what_happened(self, error: BaseException | None = None) -> LostPeer:
@@ -275,9 +280,8 @@ class Watch:
     def _beat(self, store: Store) -> None:
         """One round: write the heartbeats that are due, and look for a failure."""
         self.beats += 1
-        main = threading.main_thread().ident
-        position = HERE.position(sys._current_frames().get(main or 0))
-        at = _where(main)
+        position = HERE.position(sys._current_frames().get(threading.main_thread().ident or 0))
+        at = _where_it_trains()
         is_stuck = position is not None
         # Whoever waits for this rank then waits in vain, however long the save takes.
         left = dict(HERE.begun) if (saves := only_saves()) else None
@@ -329,7 +333,7 @@ class Watch:
             return
         with suppress(Exception):
             if not self._reported:
-                self._show_handled(_handled(threading.main_thread().ident))
+                self._show_handled(_handled(threading.main_thread().ident) or _handled(HERE.thread))
             self._say(cause)
             sys.stdout.flush(), sys.stderr.flush()
         # Not sys.exit: in a thread it ends only that thread, and the main thread may wait inside NCCL, where no Python
@@ -409,10 +413,13 @@ def start() -> None:
     if dist.get_world_size() > 1 and not moves_nothing(group):
         timeout = timeout_of(group, torch.device(next(iter(backends), "cpu")))
         _current = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
-        atexit.register(stop)
+        atexit.register(at_exit)
         if sys.excepthook is not _excepthook:
             _excepthook.previous = sys.excepthook
             sys.excepthook = _excepthook
+        if threading.excepthook is not _thread_excepthook:
+            _thread_excepthook.previous = threading.excepthook
+            threading.excepthook = _thread_excepthook
 
 
 def current() -> Watch | None:
@@ -429,6 +436,15 @@ def stop() -> None:
     watch, _current = _current, None
     if watch is not None:
         watch.close()
+
+
+def at_exit() -> None:
+    """`stop`; if the thread that trained has failed, the exit status says so."""
+    stop()
+    if _thread_excepthook.has_failed:
+        # The main thread has ended as usual, with status 0: a launcher would take the run for done.
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(FAILED)
 
 
 def abort(error: BaseException, *, quiet: bool = False) -> None:
@@ -455,7 +471,7 @@ def where_is(rank: int) -> str:
     watch = current()
     at = OUTSIDE
     if rank == (watch.rank if watch is not None else dist.get_rank()):
-        at = _where(threading.main_thread().ident)
+        at = _where_it_trains()
     elif watch is not None:
         at = watch.last_seen(rank)
     return f", {at}" if at not in (OUTSIDE, GIVING_UP) else ""
@@ -491,6 +507,12 @@ def _where(thread: int | None) -> str:
     return f"{at}, while it handles {_in_one_line(error)[:200]}"
 
 
+def _where_it_trains() -> str:
+    """Where the thread that trains is; if it has ended, where the main thread is."""
+    at = _where(HERE.thread)
+    return at if at != OUTSIDE else _where(threading.main_thread().ident)
+
+
 @contextmanager
 def abort_on_error() -> Iterator[None]:
     """Call `abort` with an error that leaves the block; the error is then raised on."""
@@ -502,7 +524,7 @@ def abort_on_error() -> Iterator[None]:
 
 
 class _Excepthook:
-    """Reports uncaught errors."""
+    """Reports uncaught errors of the main thread."""
 
     def __init__(self) -> None:
         self.previous: Callable[..., Any] = sys.__excepthook__
@@ -514,7 +536,25 @@ class _Excepthook:
             _current.report(error, partial(self.previous, kind, error, trace))
 
 
-_excepthook = _Excepthook()
+class _ThreadExcepthook:
+    """Reports uncaught errors of the thread that trains, if that is not the main thread. Python ends that thread only,
+    and the other ranks would wait for it. (Errors of other threads are none of ours: plain torch trains on.)"""
+
+    def __init__(self) -> None:
+        self.previous: Callable[..., Any] = threading.__excepthook__
+        self.has_failed = False
+
+    def __call__(self, ended: Any) -> None:
+        watch, error = current(), ended.exc_value
+        if watch is None or error is None or isinstance(error, SystemExit) or HERE.thread != threading.get_ident():
+            self.previous(ended)
+        else:
+            self.has_failed = True
+            watch.report(error, partial(self.previous, ended))
+            watch.leave(error)
+
+
+_excepthook, _thread_excepthook = _Excepthook(), _ThreadExcepthook()
 
 
 def has_one_launcher(world_size: int) -> bool:

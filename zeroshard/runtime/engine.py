@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.positions import HERE
 from zeroshard.comm.profiling import phase
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
@@ -302,6 +303,7 @@ class Engine(NotCopied):
                 data have been replaced; reduced gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
+        HERE.note_thread()
         if expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units):
             self.collectives.is_recorded = True
         expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)

@@ -221,12 +221,12 @@ class Gatherer:
             for unit in begun:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
-            for unit in begun:
-                if unit.weights.scopes and unit.weights.buffer.borrows:
-                    unit.weights.arrive()
-                    unit.weights.show()
-            # No forward hook will wait for them: units without modules, and a replay runs no hook.
-            if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
+        for unit in begun:
+            if unit.weights.scopes and unit.weights.buffer.borrows:
+                unit.weights.arrive()
+                unit.weights.show()
+        # No forward hook will wait for them: units without modules, and a replay runs no hook.
+        if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
             self.settle()
 
     def _wait_for_readers(self) -> None:
