@@ -36,6 +36,36 @@ def save_steps(directory: Path, numbers: list[int]) -> None:
     run_ranks(check, 1)
 
 
+@pytest.mark.parametrize("names", [("notes.txt",), ("notes.txt", "manifest.json"), ("manifest.json",), ()])
+def test_what_has_the_name_of_a_step_and_is_none_is_not_replaced_nor_pruned(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A save removed a folder of the user's of that name, and `prune` one with a file manifest.json. `()`: a file."""
+    paths = [tmp_path / "step-1" / name for name in names] or [tmp_path / "step-1"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(nn.Linear(3, 3), "ddp")
+        with pytest.raises(zeroshard.CheckpointError, match=r"step-1 is no step of a checkpoint.* rename it"):
+            zeroshard.save(tmp_path, handle, step=1)
+        assert os.listdir(tmp_path) == ["step-1"]
+
+    run_ranks(check, 2)
+    save_steps(tmp_path, [2, 3])
+    assert zeroshard.prune(tmp_path) == [2]
+    assert [path.read_text() for path in paths] == ["{}"] * len(paths)
+
+
+def test_a_step_without_manifest_and_an_empty_folder_are_replaced(tmp_path: Path) -> None:
+    save_steps(tmp_path, [1])
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    (tmp_path / "step-2").mkdir()
+    save_steps(tmp_path, [1, 2])
+    assert list(steps(tmp_path)) == [1, 2]
+
+
 def test_prune_keeps_the_last_and_every_nth(tmp_path: Path) -> None:
     save_steps(tmp_path, list(range(10)))
     assert zeroshard.prune(tmp_path, keep_last=2, keep_every=4) == [1, 2, 3, 5, 6, 7]

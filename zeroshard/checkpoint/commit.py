@@ -165,7 +165,9 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Open
 
     Raises:
         NotWritten: there is not enough space; the message has the numbers.
+        CheckpointError: something else has the name of the step.
     """
+    folders.expect_no_other(directory, base.step)
     files.make_folders(directory)
     folders.sweep(directory)
     of_files = [size for num_bytes, index_bytes, _ in sizes for size in (num_bytes, index_bytes)]

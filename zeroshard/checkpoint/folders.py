@@ -80,6 +80,27 @@ def is_step(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file() and (named or any(folder.glob("rank-*.safetensors")))
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether something with the name of a step is not one: it has files, and neither a rank's nor our manifest."""
+    if path.is_symlink() or not path.is_dir():
+        return os.path.lexists(path)
+    return bool(_names(path)) and not any(path.glob("rank-*.safetensors")) and not _has_good_manifest(path)
+
+
+def expect_no_other(directory: Path, step: int) -> None:
+    """Called before a save, which replaces the folder of the step as a whole.
+
+    Raises:
+        CheckpointError: what has its name is no step.
+    """
+    path = directory / step_name(step)
+    if _is_foreign(path):
+        raise CheckpointError(
+            f"{path} is no step of a checkpoint, and saving step {step} would remove it: rename it, or save in another "
+            "directory"
+        )
+
+
 def find(directory: Path, step: int | None) -> Path:
     """The folder of that step; None: of the latest step (the one that the file `latest` names; the highest, if that one
     has no folder). If `directory` is itself the folder of a step: `directory`.
@@ -336,7 +357,8 @@ def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | Non
         raise CheckpointError(f"{directory} {_why_none(directory)}")
     known = steps(directory)
     kept = {*_newest(known, keep_last), latest(directory)}
-    return [step for step in known if step not in kept and (keep_every is None or step % keep_every)]
+    old = [step for step in known if step not in kept and (keep_every is None or step % keep_every)]
+    return [step for step in old if not _is_foreign(known[step])]
 
 
 def _newest(known: dict[int, Path], number: int) -> list[int]:
@@ -351,12 +373,13 @@ def _newest(known: dict[int, Path], number: int) -> list[int]:
     return found
 
 
-def _has_good_manifest(folder: Path, step: int) -> bool:
-    """Whether the manifest has its digest, and is that of `step`. The files are not read."""
+def _has_good_manifest(folder: Path, step: int | None = None) -> bool:
+    """Whether the manifest has its digest, and is that of `step` (None: of any). The files are not read."""
     if folder.is_symlink():  # `Reader` refuses it
         return False
     try:
-        return bool(unpacked(read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)).get("step") == step)
+        found = unpacked(read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)).get("step")
+        return step is None or bool(found == step)
     except (OSError, CheckpointError):
         return False
 
