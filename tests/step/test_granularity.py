@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import LAST_BITS, PLANS, Job, Net, largest_difference, loss_of_tokens, make
 from tests.parity.common import as_one_process
 from tests.together import on_ranks
+from zeroshard.optim import Lamb
 from zeroshard.step.granularity import Granularity, granularity_of
 
 
@@ -234,3 +235,33 @@ def test_such_a_group_is_stepped_as_by_the_plain_class(rank: int) -> None:
             results.append(model.state_dict() if handle is None else handle.full_state_dict())
         for found in results[1:]:
             assert largest_difference(found, results[0]) < LAST_BITS
+
+
+class OfGraphs(torch.optim.SGD):
+    """Differentiates the gradients, as AdaHessian and SophiaH."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.enable_grad():
+            curvatures = torch.autograd.grad(sum(p.grad.sum() for p in parameters), parameters)
+        for parameter, curvature in zip(parameters, curvatures, strict=True):
+            parameter.data -= parameter.grad.detach() / (1 + curvature.abs())
+
+
+@pytest.mark.parametrize("elementwise", [None, True, False])
+def test_a_class_that_differentiates_gradients_is_told_as_that(elementwise: bool | None) -> None:
+    """The message advised `elementwise=`, with which the first step raised."""
+    with pytest.raises(ValueError, match=r"OfGraphs cannot be sharded.*create_graph=True"):
+        granularity_of(OfGraphs, {"lr": 0.1}, elementwise)
+
+
+@on_ranks(2)
+def test_a_class_that_cannot_step_a_parameter_without_elements_is_refused_on_every_rank(rank: int) -> None:
+    """As in plain torch its step raised, but on the owner of the parameter alone."""
+    for plan in ("ddp", "zero2", "zero3"):
+        model = nn.Linear(6, 6)
+        model.register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
+        handle = zeroshard.shard(model, plan)
+        with pytest.raises(ValueError, match="Adafactor cannot step empty, which has no elements"):
+            zeroshard.ShardedOptimizer(handle, torch.optim.Adafactor)
+        zeroshard.ShardedOptimizer(handle, Lamb)

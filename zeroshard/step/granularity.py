@@ -7,6 +7,7 @@ same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -98,7 +99,28 @@ def granularity_of(
             _step_once(optimizer_class, options)
         except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
             _expect_not_for_want_of_a_closure(optimizer_class, options, error)
+            _expect_not_for_want_of_a_graph(optimizer_class, options, error)
         return declared
+
+
+def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: str, shape: Sequence[int]) -> None:
+    """Step a parameter without elements. The rank that owns it would raise alone.
+
+    Raises:
+        ValueError: the class cannot, as torch's Adafactor, which divides by the number of elements.
+    """
+    tensor = torch.empty(*shape, device="cpu", requires_grad=True)
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=()):
+            optimizer = _new(optimizer_class, [tensor], options, None)
+            begin_training(optimizer)
+            tensor.grad = torch.zeros_like(tensor)
+            run_step(optimizer)
+    except ArithmeticError as error:
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot step {name}, which has no elements ({error!r}, as in plain torch): "
+            "leave it out of the optimizer's parameters, or let it not require grad before shard()"
+        ) from error
 
 
 def _by_trial(
@@ -112,6 +134,7 @@ def _by_trial(
         raise
     except Exception as error:
         _expect_not_for_want_of_a_closure(optimizer_class, options, error)
+        _expect_not_for_want_of_a_graph(optimizer_class, options, error)
         raise InvalidValue(
             f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
             "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
@@ -237,6 +260,27 @@ def _expect_not_for_want_of_a_closure(optimizer_class: OptimizerClass, options: 
             f"{optimizer_class.__name__} cannot be sharded: its step() calls a closure by itself, and without one "
             f"it raises {error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
         ) from None
+
+
+def _expect_not_for_want_of_a_graph(optimizer_class: OptimizerClass, options: Options, error: Exception) -> None:
+    """Raises:
+    ValueError: `error` is that of a step with gradients without graphs; with graphs it does not occur."""
+    tensor = torch.ones(4, 6, device="cpu", requires_grad=True)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")  # torch warns of the cycle that `grad = None` below ends
+            optimizer = _new(optimizer_class, [tensor], options, None)
+            begin_training(optimizer)
+            torch.autograd.backward(tensor.pow(3).sum(), create_graph=True)
+            run_step(optimizer)
+    except Exception:
+        return
+    finally:
+        tensor.grad = None
+    raise InvalidValue(
+        f"{optimizer_class.__name__} cannot be sharded: its step() differentiates the gradients (it needs "
+        f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
+    ) from None
 
 
 def _step_once(

@@ -16,7 +16,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
-from zeroshard.step.granularity import Granularity, granularity_of
+from zeroshard.step.granularity import Granularity, expect_empty_taken, granularity_of
 from zeroshard.step.inner import Arguments, arguments_for
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
@@ -262,9 +262,19 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             granularity = granularity_of(
                 optimizer_class, defaults, elementwise, sharded=sharded, groups=[*of_mine.values()]
             )
+            if granularity is Granularity.PARAMETER:
+                for name, shape in _without_elements(by_unit):
+                    expect_empty_taken(optimizer_class, defaults, name, shape)
             stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
             steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
     return steppers
+
+
+def _without_elements(by_unit: Groups) -> Iterator[tuple[str, Sequence[int]]]:
+    for unit, of_slots in by_unit.items():
+        for slot, group in zip(unit.layout.slots, of_slots, strict=True):
+            if group is not None and not slot.world.numel:
+                yield slot.name, slot.shape
 
 
 def _by_unit(groups: ParamGroups, indices: Sequence[int], engine: Engine) -> Groups:
