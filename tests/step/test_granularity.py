@@ -237,6 +237,26 @@ def test_such_a_group_is_stepped_as_by_the_plain_class(rank: int) -> None:
             assert largest_difference(found, results[0]) < LAST_BITS
 
 
+@on_ranks(2)
+def test_an_option_that_changes_while_training_may_need_whole_parameters(rank: int) -> None:
+    """The pieces were then normalized one by one, in silence."""
+    for plan in PLANS:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, ByGroup)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        optimizer.step()
+        before = handle.full_state_dict()
+        loss_of_tokens(model, rank, 0, 1).backward()
+        optimizer.param_groups[0].update(normalized=True, lr=0.1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="with the new value of normalized ByGroup may need whole parameters"):
+                optimizer.step()
+        assert largest_difference(handle.full_state_dict(), before) == 0
+        optimizer.param_groups[0]["normalized"] = False
+        assert optimizer.step().applied
+
+
 class OfGraphs(torch.optim.SGD):
     """Differentiates the gradients, as AdaHessian and SophiaH."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NamedTuple
@@ -101,6 +101,51 @@ def granularity_of(
             _expect_not_for_want_of_a_closure(optimizer_class, options, error)
             _expect_not_for_want_of_a_graph(optimizer_class, options, error)
         return declared
+
+
+class Watched:
+    """The options of param groups that were stepped as elements, because a trial has found that: the user may change
+    one so that the class needs whole parameters."""
+
+    def __init__(self, optimizer_class: OptimizerClass, options: Options, groups: Mapping[int, Options]) -> None:
+        self._class, self._options = optimizer_class, options
+        self._kinds = {index: _kinds_of(group) for index, group in groups.items()}
+
+    @classmethod
+    def of(
+        cls, optimizer_class: OptimizerClass, options: Options, elementwise: bool | None, groups: Mapping[int, Options]
+    ) -> Watched:
+        """What needs no trial needs not be watched."""
+        is_tried = elementwise is None and optimizer_class not in _KNOWN
+        is_tried &= not optimizer_class.__module__.startswith("torchao.")
+        return cls(optimizer_class, options, groups if is_tried else {})
+
+    def note(self, groups: Sequence[Options]) -> None:
+        """After a step: what the class has changed itself needs no trial."""
+        for index in self._kinds:
+            self._kinds[index] = _kinds_of(groups[index])
+
+    def expect_elementwise(self, groups: Sequence[Options]) -> None:
+        """Before a step.
+
+        Raises:
+            ValueError: with an option that has changed since the last step the class needs whole parameters.
+        """
+        for index, before in self._kinds.items():
+            if (kinds := _kinds_of(groups[index])) == before:
+                continue
+            self._kinds[index] = kinds
+            of_group = {key: value for key, value in groups[index].items() if key != "params"}
+            with torch.device("cpu"), torch.random.fork_rng(devices=()):
+                found = _of_group(self._class, self._options, of_group, sharded=False)
+            if found is Granularity.PARAMETER:
+                self._kinds[index] = before
+                changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
+                raise InvalidValue(
+                    f"param group {index}: with the new value of {changed} {self._class.__name__} may need whole "
+                    "parameters, and is stepped in pieces. Pass elementwise=False (or True, if it does not) to the "
+                    "optimizer, or set the option before you build it"
+                )
 
 
 def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: str, shape: Sequence[int]) -> None:

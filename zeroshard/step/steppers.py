@@ -16,7 +16,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
-from zeroshard.step.granularity import Granularity, expect_empty_taken, granularity_of
+from zeroshard.step.granularity import Granularity, Watched, expect_empty_taken, granularity_of
 from zeroshard.step.inner import Arguments, arguments_for
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
@@ -48,6 +48,7 @@ class Steppers:
         self.units: dict[Unit, set[int]] = {}
         self.num_builds = 0
         self.waiting: FullState = {}
+        self._watched: dict[Stepper, Watched] = {}
 
     @outside_inference
     def build(self, groups: ParamGroups | None) -> None:
@@ -63,6 +64,17 @@ class Steppers:
                 slots[member.unit].add(member.index)
         self.all, self.units = new, {unit: of_unit for unit, of_unit in slots.items() if of_unit}
         self.num_builds += 1
+        self._watched = {one: _watched(one, groups) for one in new if groups and isinstance(one, FlatStep)}
+
+    def expect_elementwise(self, options: Sequence[Options]) -> None:
+        """Before a step. `options`: the user's param groups.
+
+        Raises:
+            ValueError: one that is stepped in pieces needs whole parameters now.
+        """
+        for stepper in self.all:
+            if stepper in self._watched:
+                self._watched[stepper].expect_elementwise(options)
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of the own shards, as views."""
@@ -97,6 +109,9 @@ class Steppers:
                 stepper.set_active(active)
                 of_class = arguments_for(type(stepper.optimizer), arguments)
                 stepper.step(options, update, _stop_gathering, updated, of_class)
+        for stepper in self.all:
+            if stepper in self._watched:
+                self._watched[stepper].note(options)
         self._engine.gatherer.read()
 
     @torch.no_grad()
@@ -268,6 +283,12 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
             steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
     return steppers
+
+
+def _watched(stepper: FlatStep, groups: ParamGroups) -> Watched:
+    assignment, classes = stepper.assignment, groups.classes
+    elementwise = classes.elementwise if assignment.optimizer_class is classes.default else None
+    return Watched.of(assignment.optimizer_class, assignment.defaults, elementwise, assignment.options)
 
 
 def _without_elements(by_unit: Groups) -> Iterator[tuple[str, Sequence[int]]]:
