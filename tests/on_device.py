@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -19,24 +18,15 @@ from tests.kit import DEVICE
 from zeroshard import testing
 
 
-class _ToHost(pickle.Pickler):
+class _ToHost(testing._Pickler):
     """Pickles tensors of a device as CPU tensors."""
 
     def reducer_override(self, value: Any) -> Any:
-        is_elsewhere = isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
-        return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if is_elsewhere else NotImplemented
-
-
-class _Pickle:
-    """In place of the module `pickle` in `zeroshard.testing`."""
-
-    loads = staticmethod(pickle.loads)
-
-    @staticmethod
-    def dumps(value: Any) -> bytes:
-        file = io.BytesIO()
-        _ToHost(file).dump(value)
-        return file.getvalue()
+        if not isinstance(value, torch.Tensor) or value.device.type in ("cpu", "meta"):
+            return super().reducer_override(value)
+        value = value.detach().cpu()
+        found = super().reducer_override(value)
+        return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL) if found is NotImplemented else found
 
 
 @contextmanager
@@ -47,7 +37,7 @@ def ranks_on_cuda() -> Iterator[None]:
     here, available = os.getpid(), torch.cuda.is_available
     with (
         patch("torch.cuda.is_available", lambda: os.getpid() != here and available()),
-        patch("zeroshard.testing.pickle", _Pickle),
+        patch.object(testing, "_Pickler", _ToHost),
     ):
         yield
 
@@ -82,7 +72,7 @@ def tests_on_device() -> Iterator[None]:
 
     with (
         patch.object(testing, "_rank_main", on_device),
-        patch.object(testing, "pickle", _Pickle),
+        patch.object(testing, "_Pickler", _ToHost),
         patch.object(torch.autograd, "_engine_run_backward", elsewhere),
         ranks_on_cuda() if DEVICE.type == "cuda" else nullcontext(),
     ):

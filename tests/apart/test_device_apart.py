@@ -16,6 +16,7 @@ import torch
 
 from tests import apart
 from tests.gpu.checks import ROOT, read_rows
+from tests.on_device import ranks_on_cuda
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -84,6 +85,14 @@ def test_waits_of_the_host_are_counted_and_can_be_forbidden() -> None:
         assert values.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
 
     on_device(check)
+
+
+@pytest.mark.parametrize("value", [lambda x: x, lambda x: torch.nn.Parameter(x)[:, 1]])
+def test_results_of_ranks_come_back_in_the_hosts_memory(value: Callable[[torch.Tensor], Any]) -> None:
+    with ranks_on_cuda():
+        found = on_device(lambda: value(torch.arange(6.0).view(2, 3).to(apart.NAME)))
+    expected = value(torch.arange(6.0).view(2, 3))
+    assert found.device.type == "cpu" and torch.equal(found, expected)
 
 
 def test_its_memory_is_counted() -> None:

@@ -23,6 +23,7 @@ import zeroshard
 from tests.grids import EVERYTHING, at, grid, on_fewest_ranks
 from tests.kit import (
     CANCELLED,
+    DEVICE,
     PLANS,
     SCHEDULES,
     Counting,
@@ -131,6 +132,7 @@ def test_fused_kernels_see_the_same_vectors_in_every_plan(num_ranks: int) -> Non
     matrix = [
         job_of("one", optimizer=optimizer, defaults={**defaults, "fused": True}, precision=precision)
         for optimizer, defaults, precision in ((*ELEMENTWISE[key], precision) for key, precision in FUSED_CASES)
+        if optimizer is not torch.optim.Adagrad or DEVICE.type != "cuda"  # torch has no fused kernel of it there
     ]
     expected, found = beside_one_process(
         lambda: all_references(0, num_ranks, matrix), lambda rank: all_plans(rank, matrix), num_ranks
