@@ -216,7 +216,7 @@ def test_the_norm_and_clipping_are_torchs() -> None:
             assert clipped.dtype == torch.float64 and clipped.shape == ()
             assert clipped.item() == pytest.approx(norm, rel=1e-6), (norm_type, plan)
             assert optimizer.step().grad_norm == clipped.item()
-            weights = handle.full_state_dict()
+            weights = {name: value.cpu() for name, value in handle.full_state_dict().items()}
             assert all(torch.allclose(weights[name], expected[name], rtol=1e-5, atol=1e-7) for name in expected)
             found.append((norm_type, clipped.item(), weights))
         return found

@@ -201,8 +201,9 @@ def _steady_waits(job: Job, plan: Any, device: str, scaler: zeroshard.LossScaler
         with no_waits(device) as exchanges:
             loss = nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
             step()
-    except RuntimeError as error:
-        return f"{error} ({_place(error)})"
+    except (RuntimeError, SystemError) as error:  # torch 2.11 may lose the message of an `.item()`
+        text = "called a synchronizing operation" if isinstance(error, SystemError) else error
+        return f"{text} ({_place(error)})"
     return str(len(exchanges))
 
 
