@@ -539,9 +539,10 @@ def _speeds_of_all(rank: int, shape: Shape, steps: int, num_ranks: int) -> list[
     """One row for each contender, or its name and its error; None: the GPU is too small. On one rank."""
     if DEVICE.type == "cuda" and torch.cuda.get_device_properties().total_memory < 40e9:
         return None
-    rate, rows = _rate_of_products(), []
+    rows = []
     for name in _contenders(num_ranks):
         try:
+            rate = _rate_of_products()  # again for each: a GPU is not equally fast all the time
             rows.append([name, *_speed_of(name, shape, steps, num_ranks, rate)])
         except (RuntimeError, ImportError) as error:  # no room, no compiler
             rows.append([name, f"{type(error).__name__}: {error}"])
