@@ -329,7 +329,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def largest_difference(a: State, b: State) -> float:
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+    return max(float((a[name].cpu().double() - b[name].cpu().double()).abs().max()) for name in a)
 
 
 def logs(outcomes: Sequence[Outcome]) -> list[CommLog]:

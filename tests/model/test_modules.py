@@ -338,7 +338,7 @@ def test_gradients_of_gradients_where_weights_stay() -> None:
         for plan, units, in_scope in ways:
             found = penalised(rank, plan, units, in_scope=in_scope)
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value)
+                torch.testing.assert_close(found[name].cpu(), value)
 
     run_ranks(check, 2)
 
