@@ -140,13 +140,16 @@ def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return model() if DEVICE.type == "cpu" else model().to(DEVICE)
 
 
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean loss of each next token."""
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def loss_of_tokens(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:
     """Cross-entropy on data that no two (rank, micro-batch, step) share."""
     generator = torch.Generator().manual_seed(1 + rank + 10 * micro_batch + 100 * step)
     tokens = torch.randint(VOCAB, (3, LENGTH + 1), generator=generator).to(DEVICE)
-    logits = model(tokens[:, :-1])
-    loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-    return loss / micro_batches
+    return loss_of(model, tokens) / micro_batches
 
 
 def loss_of_integers(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int = 1) -> Tensor:

@@ -301,6 +301,20 @@ def _optimizers(checks: Checks, exchanges: str, plans: Plans, setting: Setting) 
 # Memory that runs out -------------------------------------------------------------------------------------------------
 
 
+class _CalledInBackward(torch.autograd.Function):
+    """The identity, and a call in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return grad.clone(), None
+
+
 class _Failing(nn.Module):
     """Raises in forward or in backward, while `where` says so."""
 
@@ -309,19 +323,12 @@ class _Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if _Failing.where == "forward":
             _run_out()
-        return _FailingBackward.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+        return _CalledInBackward.apply(x, _run_out_in_backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if _Failing.where == "backward":
-            _run_out()
-        return grad.clone()
+def _run_out_in_backward() -> None:
+    if _Failing.where == "backward":
+        _run_out()
 
 
 def _run_out() -> None:
@@ -600,25 +607,12 @@ class Late(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.sleeps:
             _sleep()
-        return torch.tanh(self.up(_SleepBefore.apply(x))) if self.sleeps else torch.tanh(self.up(x))  # type: ignore[no-untyped-call,no-any-return]
+        return torch.tanh(self.up(_CalledInBackward.apply(x, _sleep))) if self.sleeps else torch.tanh(self.up(x))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _sleep() -> None:
     if ON_CUDA:
         torch.cuda._sleep(5_000_000)
-
-
-class _SleepBefore(torch.autograd.Function):
-    """Sleeps in backward, too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _sleep()
-        return grad.clone()
 
 
 class TwoStreams(nn.Module):

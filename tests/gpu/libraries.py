@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
+from tests.accelerated import MAX_NORM, MICRO_BATCHES, AcceleratedLoop
 from tests.gpu.checks import ROOT, Checks, Setting, Skip, read_rows, run_python
 from tests.gpu.worlds import exchanging_alone, one_rank
-from tests.kit import DEVICE, WIDTH, Block, Net, make
+from tests.kit import DEVICE, WIDTH, Block, Net, loss_of, make
 
-STEPS, HALF, MICRO_BATCHES, MAX_NORM, LR = 4, 2, 2, 0.5, 1e-2
+STEPS, HALF, LR = 4, 2, 1e-2
 CLOSE = {"fp32": 2e-4, "bf16": 3e-2, "fp16": 1e-2}
 """By how much a loss may differ from the plain library's, as a share. A plain library keeps fp32 weights and casts them
 in every operation; here the weights are 16-bit, with an fp32 main copy."""
@@ -137,10 +138,6 @@ def _said(plan: str, precision: str, exchanges: bool) -> str:
 def tokens_of(number: int, vocabulary: int = 23, rows: int = 2, length: int = 9) -> Tensor:
     """The batch of that number, on the host."""
     return torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(number), device="cpu")
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 # transformers ---------------------------------------------------------------------------------------------------------
@@ -346,7 +343,7 @@ def _around_accelerate(cases: Cases, setting: Setting, plain: list[float]) -> No
         cases.expect_far("another learning rate, other losses (control)", found, plain)
 
 
-class Accelerated:
+class Accelerated(AcceleratedLoop):
     """Accelerate's loop, as in its documentation. `plan`: None for the plain library."""
 
     def __init__(self, setting: Setting, plan: str | None, precision: str = "no", lr: float = LR) -> None:
@@ -372,22 +369,6 @@ class Accelerated:
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
         )
-
-    def train(self, steps: int, skip: int = 0) -> list[float]:
-        losses = []
-        for (tokens,) in self.accelerator.skip_first_batches(self.loader, skip * MICRO_BATCHES):
-            with self.accelerator.accumulate(self.model):
-                loss = loss_of(self.model, tokens)
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-            if len(losses) == steps * MICRO_BATCHES:
-                break
-        return losses
 
 
 # Lightning ------------------------------------------------------------------------------------------------------------

@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zeroshard
+from tests.accelerated import MAX_NORM, MICRO_BATCHES
 from tests.failures.common import FULL, Ended, Ranks, finish_all
 from tests.grids import EVERYTHING
-from tests.kit import Block, Net, State, make
+from tests.kit import Block, Net, State, loss_of, make
 from tests.patience import AT_ONCE, OUT
 
-STEPS, MICRO_BATCHES, MAX_NORM = 4 if EVERYTHING else 2, 2, 0.5
+STEPS = 4 if EVERYTHING else 2
 HALF = STEPS // 2
 """After so many steps runs are saved, and from there resumed."""
 
@@ -33,11 +34,6 @@ def texts() -> torch.utils.data.TensorDataset:
     """A data set with enough samples for the steps of three ranks."""
     tokens = torch.randint(23, (3 * STEPS * MICRO_BATCHES * 2, 6), generator=torch.Generator().manual_seed(5))
     return torch.utils.data.TensorDataset(tokens)
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1])
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def loss_of_outputs(model: nn.Module) -> tuple[torch.dtype, torch.dtype, float]:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerated import AcceleratedLoop
 from tests.examples import run_example
 from tests.grids import EVERYTHING
 from tests.integrations.common import (
     HALF,
-    MAX_NORM,
     MICRO_BATCHES,
     STEPS,
     Fault,
@@ -44,7 +44,7 @@ def in_turns(number: int, rank: int, num_ranks: int) -> list[int]:
     return [first, first + 1]
 
 
-class Run:
+class Run(AcceleratedLoop):
     """Accelerate's loop, as in its documentation."""
 
     def __init__(self, plan: str, mixed_precision: str = "no", data: Any = None, **project: Any) -> None:
@@ -70,23 +70,6 @@ class Run:
         self.optimizer, self.loader, self.model, self.scheduler = self.accelerator.prepare(
             optimizer, loader, model, scheduler
         )
-
-    def train(self, steps: int, skip: int = 0) -> list[float]:
-        losses, count = [], 0
-        for (tokens,) in self.accelerator.skip_first_batches(self.loader, skip * MICRO_BATCHES):
-            with self.accelerator.accumulate(self.model):
-                loss = loss_of(self.model, tokens)
-                self.accelerator.backward(loss)
-                if self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-                self.optimizer.step()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            losses.append(loss.item())
-            count += self.accelerator.sync_gradients
-            if count == steps:
-                break
-        return losses
 
     def weights(self) -> State:
         return self.accelerator.handle_of(self.model).full_state_dict(main=True)
