@@ -6,6 +6,10 @@ each unit, and zeroshard does so, too.
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -244,6 +248,86 @@ def test_methods_in_place_of_forward_cast_as_it_does(rank: int) -> None:
             assert not torch.equal(weights[0]["blocks.0.up.weight"], fresh.state_dict()["blocks.0.up.weight"])
 
     in_turn(check, [{"*.router": "fp32", "*": MixedPrecision(output=FP32)}, "bf16"])(rank)
+
+
+@dataclass
+class Passed:
+    hidden: Tensor
+    losses: list[Tensor]
+
+
+class Adding(nn.Module):
+    """A block with a router, whose loss it appends to a list that it is given: alone, in a dict, or in a dataclass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.linear = nn.Linear(24, 8), nn.Linear(24, 24)
+        self.how = how
+
+    def forward(self, x: Tensor, into: Any = None) -> Any:
+        loss = self.router(x).float().square().mean()
+        x = x + torch.tanh(self.linear(x))
+        if self.how == "returned":
+            return x, loss
+        if self.how == "dataclass":
+            into.hidden = x
+            into.losses.append(loss)
+        elif self.how == "dict":
+            into[f"loss {len(into)}"] = loss
+        else:
+            into.append(loss)
+        return x
+
+
+class WithLosses(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(Adding(how) for _ in range(3)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: Any = {"dict": OrderedDict, "deque": deque}.get(self.how, list)()
+        state = Passed(x, [])
+        for block in self.blocks:
+            if self.how == "returned":
+                x, loss = block(x)
+                losses.append(loss)
+            elif self.how == "method":
+                x = block.again(x, losses)  # type: ignore[operator]
+            elif self.how == "dataclass":
+                block(x, state)
+                x = state.hidden
+            else:
+                x = block(x, into=losses)
+        found = state.losses if self.how == "dataclass" else list(losses.values() if self.how == "dict" else losses)
+        assert [loss.dtype for loss in found] == [FP32] * 3
+        return x.float().square().mean() + torch.stack(found).sum()
+
+
+@on_ranks(2)
+def test_what_a_block_adds_to_its_inputs_is_in_the_callers_objects(rank: int) -> None:
+    """The block got a copy of each list, dict and dataclass, under fp32 as well: losses of routers that blocks append
+    to a list, as mixtures of experts do, were not trained, in silence."""
+
+    def check(rank: int, precision: str, how: str) -> None:
+        found = []
+        for one in ("returned", how):
+            for plan in plans_of(precision == "bf16"):
+                model: Any = make(partial(WithLosses, one))
+                handle = zeroshard.shard(model, plan, units=Adding, precision=precision)
+                optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+                for block in model.blocks if one == "method" else ():
+                    block.again = block.forward
+                    handle.register_forward_method(block, "again")
+                for step in range(2):
+                    loss = model(batch(rank, step))
+                    optimizer.backward(loss)
+                    optimizer.step()
+                found.append({"loss": loss.detach()} | handle.full_state_dict(main=True))
+        assert all(same_bits(one, found[0]) for one in found)
+        fresh = make(partial(WithLosses, how)).state_dict()
+        assert not torch.equal(found[0]["blocks.2.router.weight"], fresh["blocks.2.router.weight"])
+
+    in_turn(check, list(product(("fp32", "bf16"), ("list", "deque", "dict", "dataclass", "method"))))(rank)
 
 
 @on_ranks(1)

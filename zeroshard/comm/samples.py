@@ -36,6 +36,7 @@ class Samples:
         factors = torch.randint(-(1 << 62), 1 << 62, size, generator=generator, device="cpu")
         self._factors = (factors * 2 + 1).to(device)
         self._products = torch.empty_like(self._factors)
+        self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._taken: dict[int, tuple[int, str]] = {}  # row -> (number, unit)
         self._numbers = self._of_means = 0
         self.turn = 0
@@ -58,8 +59,15 @@ class Samples:
         # A copy on the device. Do not read the sample here: `.item()` would make the host wait for the GPU at every
         # gather.
         row = number % _LIMIT if number >= 0 else _LIMIT + number % _OF_MEANS
-        self._rows[row, : sample.nbytes].view(full.dtype).copy_(sample)
+        self._place(row, sample.numel(), full.dtype).copy_(sample)
         self._taken[row] = number, unit
+
+    def _place(self, row: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], the first bytes of a row. (Made once: this runs in every gather.)"""
+        key = row, numel, dtype
+        if key not in self._places:
+            self._places[key] = self._rows[row, : numel * dtype.itemsize].view(dtype)
+        return self._places[key]
 
     def digest(self) -> Tensor:
         """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.paths import Modules, first_paths, parent
-from zeroshard.model.trees import map_tensors
+from zeroshard.model.trees import Copied, containers_in, fields_of, is_record, map_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
@@ -142,7 +142,9 @@ def attach_casts(casts: Mapping[nn.Module, Cast]) -> Iterator[Remover]:
     for module, one in casts.items():
         if one.into is not None:
             # See [Note: order of hooks] in `hooks.py`.
-            yield module.register_forward_pre_hook(_cast_call(one.into), prepend=True, with_kwargs=True).remove
+            inputs = Inputs(one.into)
+            yield module.register_forward_pre_hook(inputs.cast, prepend=True, with_kwargs=True).remove
+            yield module.register_forward_hook(inputs.give_back, with_kwargs=True, always_call=True).remove
         if one.out is not None:
             yield module.register_forward_hook(_cast_output(one.out)).remove
 
@@ -180,22 +182,76 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
     return fnmatchcase(".".join(plain), pattern)
 
 
-def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def cast(tree: Any, dtype: torch.dtype | None, copied: Copied | None = None) -> Any:
     """The tree with its floating-point tensors cast to `dtype`; None: unchanged."""
     if dtype is None:
         return tree
-    if type(tree) in (tuple, dict) and all(_stays(leaf, dtype) for leaf in tree):  # the usual case, without a tree map
-        return tree
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
+    return map_tensors(
+        lambda one: one.to(dtype) if one.is_floating_point() and one.dtype != dtype else one, tree, copied
+    )
 
 
-def _stays(leaf: Any, dtype: torch.dtype) -> bool:
-    """Whether the leaf is a plain tensor that needs no cast. (False for keys of a dict.)"""
-    return type(leaf) is torch.Tensor and (leaf.dtype == dtype or not leaf.is_floating_point())
+class Inputs:
+    """Casts the inputs of the calls of one module.
+
+    [Note: what a call adds to its inputs] A module may add to a list, dict or dataclass that it is given (losses of
+    routers, hidden states, a cache). If there was something to cast in it, the module has got a copy. So what it
+    changes there is done to the caller's object, too, when the call is over.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._copies: list[_Copy] = []  # those of the running calls
+
+    def cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args = tuple([cast(one, self._dtype, self._copied) for one in args])
+        return args, {name: cast(one, self._dtype, self._copied) for name, one in kwargs.items()}
+
+    def give_back(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """The call with these (cast) inputs is over."""
+        if not self._copies:
+            return
+        given = [*containers_in((args, kwargs))]
+        for copy in self._copies:
+            if any(copy.copy is one for one in given):
+                copy.give_back()
+        self._copies = [copy for copy in self._copies if not any(copy.copy is one for one in given)]
+
+    def _copied(self, original: Any, copy: Any) -> None:
+        if not isinstance(copy, tuple):
+            self._copies.append(_Copy(original, copy, _parts(original), _parts(copy)))
 
 
-def _cast_call(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], tuple[Any, Any]]:
-    return lambda module, args, kwargs: (cast(args, dtype), cast(kwargs, dtype))
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """`before`, `given`: the parts of the original, and of the copy, by name, when the call began."""
+
+    original: Any
+    copy: Any
+    before: dict[Any, Any]
+    given: dict[Any, Any]
+
+    def give_back(self) -> None:
+        now = _parts(self.copy)
+        if now.keys() == self.given.keys() and all(now[name] is self.given[name] for name in now):
+            return
+        mine = {id(part): self.before[name] for name, part in self.given.items()}
+        parts = {name: mine.get(id(part), part) for name, part in now.items()}
+        if is_record(self.original):
+            for name, part in parts.items():
+                object.__setattr__(self.original, name, part)
+        elif isinstance(self.original, dict):
+            self.original.clear()
+            self.original.update(parts)
+        else:
+            self.original.clear()
+            self.original.extend(parts.values())
+
+
+def _parts(container: Any) -> dict[Any, Any]:
+    if is_record(container):
+        return fields_of(container)
+    return dict(container if isinstance(container, dict) else enumerate(container))
 
 
 def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:

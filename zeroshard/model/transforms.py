@@ -32,12 +32,15 @@ def outside_transforms() -> AbstractContextManager[Any]:
 def given_tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
     """(name, tensor), unwrapped, that `functional_call` has put in place of one of these modules' own parameters. (Only
     during such a call does a module hold tensors that are no `nn.Parameter`.)"""
-    held: Iterable[tuple[str, Any]] = chain.from_iterable([module._parameters.items() for module in modules])
-    return [
-        (name, _plain(value))
-        for name, value in held  # must be fast: runs before each call of each unit
-        if value is not None and type(value) is not nn.Parameter and not isinstance(value, nn.Parameter)
-    ]
+    held = [module._parameters for module in modules]
+    # This must be fast: it runs before each call of each unit.
+    if all(issubclass(one, _USUAL) for one in {*map(type, chain.from_iterable([one.values() for one in held]))}):
+        return []
+    of_all: Iterable[tuple[str, Any]] = chain.from_iterable([one.items() for one in held])
+    return [(name, _plain(value)) for name, value in of_all if not isinstance(value, _USUAL)]
+
+
+_USUAL = (nn.Parameter, type(None))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+Copied = Callable[[Any, Any], None]
+"""Called with a list, a dict or another container, and the copy of it."""
 
-def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with `fn` applied to its tensors. A dataclass, or a user's dict, in it is copied if a part changes."""
-    return pytree.tree_map(lambda leaf: _map_leaf(fn, leaf), tree)
+
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, copied: Copied | None = None) -> Any:
+    """The tree with `fn` applied to its tensors. What contains nothing that changes stays the same object; the rest is
+    copied."""
+    kind = type(tree)
+    if kind in _SEQUENCES:  # `tree_map` takes ten times as long
+        parts = [map_tensors(fn, part, copied) for part in tree]
+        if _are_same(parts, tree):
+            return tree
+        return _copy(tree, deque(parts, tree.maxlen) if kind is deque else kind(parts), copied)
+    if kind in _DICTS:
+        mapped = {key: map_tensors(fn, part, copied) for key, part in tree.items()}
+        return tree if _are_same(mapped.values(), tree.values()) else _copy(tree, copy.copy(tree) | mapped, copied)
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, _WITHOUT_TENSORS):
+        return tree
+    leaves, structure = pytree.tree_flatten(tree)
+    new = [_map_leaf(fn, leaf, copied) for leaf in leaves]
+    return tree if _are_same(new, leaves) else pytree.tree_unflatten(new, structure)
+
+
+_SEQUENCES: tuple[type, ...] = (tuple, list, deque)
+_DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+
+
+def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(new, old, strict=True))
+
+
+def _copy(original: Any, new: Any, copied: Copied | None) -> Any:
+    if copied is not None:
+        copied(original, new)
+    return new
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -23,25 +57,43 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any, copied: Copied | None) -> Any:
     put: Callable[[Any, Any, Any], None]
     if isinstance(leaf, Tensor):
         return fn(leaf)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = [field.name for field in dataclasses.fields(leaf)]
-        before = {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
-        put = object.__setattr__  # also works for frozen dataclasses
+    if is_record(leaf):
+        before, put = fields_of(leaf), object.__setattr__  # also works for frozen dataclasses
     elif isinstance(leaf, dict):
         before, put = dict(leaf), dict.__setitem__
     else:
         return leaf
-    after = {name: map_tensors(fn, value) for name, value in before.items()}
-    if all(new is old for new, old in zip(pytree.tree_leaves(after), pytree.tree_leaves(before), strict=True)):
+    after = {name: map_tensors(fn, value, copied) for name, value in before.items()}
+    if _are_same(pytree.tree_leaves(after), pytree.tree_leaves(before)):
         return leaf
     result = copy.copy(leaf)
     for name, value in after.items():
         put(result, name, value)
-    return result
+    return _copy(leaf, result, copied)
+
+
+def containers_in(tree: Any) -> Iterator[Any]:
+    """The lists, dicts and dataclasses in a tree."""
+    if is_record(tree) or isinstance(tree, (list, deque, dict)):
+        yield tree
+    parts = fields_of(tree).values() if is_record(tree) else tree.values() if isinstance(tree, dict) else tree
+    for part in parts if isinstance(tree, (list, tuple, deque, dict)) or is_record(tree) else ():
+        yield from containers_in(part)
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields that have a value."""
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))

@@ -57,17 +57,18 @@ class Needed:
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
         # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
         self.running += 1
-        for hooks in self.inside.values() if self.running == 1 else ():
-            hooks.of_before.pop(hooks.first, None)
-            hooks.of_after.pop(hooks.last, None)
+        for one in self.inside.values() if self.running == 1 else ():
+            one.of_before.pop(one.first, None)
+            one.of_after.pop(one.last, None)
 
     def end(self) -> None:
         """The call is over: put them back, in front of all other hooks, and behind."""
         self.running -= 1
-        for hooks in self.inside.values() if not self.running else ():
-            hooks.of_before[hooks.first] = hooks.before
-            hooks.of_before.move_to_end(hooks.first, last=False)
-            hooks.of_after[hooks.last] = hooks.after
+        for one in self.inside.values() if not self.running else ():
+            of_before = one.of_before
+            of_before[one.first], one.of_after[one.last] = one.before, one.after
+            if len(of_before) > 1:
+                of_before.move_to_end(one.first, last=False)
 
 
 class Around:

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.model.absent import NotCopied, as_tensors
-from zeroshard.model.casting import Cast, attach_casts, cast
+from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.transforms import outside_transforms, under_transform
@@ -43,7 +43,9 @@ class Hooks(NotCopied):
         self.schedule = Schedule()
         self._removers: list[Callable[[], None]] = []
         self._needs: dict[nn.Module, Needed] = {}
-        self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
+        # The pre-hooks of modules inside the model, and which of each must be the first (see `come_first`).
+        self._befores: list[Any] = []
+        self._firsts: list[int] = []
         self._casts: dict[nn.Module, Cast] = {}
 
     def attach(
@@ -76,7 +78,8 @@ class Hooks(NotCopied):
             for module, needed in self._needs.items()
         }
         self._removers += [hooks.remove for hooks in around.values()]
-        self._first = [hooks for module, hooks in around.items() if module is not model]
+        inner = [hooks for module, hooks in around.items() if module is not model]
+        self._befores, self._firsts = [one.of_before for one in inner], [one.first for one in inner]
         for path, module in modules.items():
             if module not in around:
                 continue
@@ -113,10 +116,12 @@ class Hooks(NotCopied):
             if begin is not None and not self.schedule.running:
                 begin(module, args)
             before(module, args, kwargs)
-            output = None
+            output, inputs = None, Inputs(casts.into)
+            cast_args, cast_kwargs = inputs.cast(module, args, kwargs)
             try:
-                output = cast(method(*cast(args, casts.into), **cast(kwargs, casts.into)), casts.out)
+                output = cast(method(*cast_args, **cast_kwargs), casts.out)
             finally:
+                inputs.give_back(module, cast_args, cast_kwargs, output)
                 replaced = after(module, args, kwargs, output)
             return output if replaced is None else replaced
 
@@ -129,16 +134,18 @@ class Hooks(NotCopied):
 
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
-        for hooks in self._first:
-            if next(iter(hooks.of_before), hooks.first) != hooks.first and hooks.first in hooks.of_before:
-                hooks.of_before.move_to_end(hooks.first, last=False)
+        if [*map(next, map(iter, self._befores))] == self._firsts:
+            return
+        for before, first in zip(self._befores, self._firsts, strict=True):
+            if first in before:
+                before.move_to_end(first, last=False)
 
     def detach(self) -> None:
         """Remove all hooks."""
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._first.clear()
+        self._befores, self._firsts = [], []
         for needed in self._needs.values():  # a call may be running, and would put them back
             needed.inside.clear()
         self._needs.clear()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zeroshard.errors import InvalidState, InvalidValue
-from zeroshard.model.managed import Managed, has_only
+from zeroshard.model.managed import Contents, Managed
+from zeroshard.model.transforms import given_tensors
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
 
@@ -33,6 +34,7 @@ class PlainModel:
         """
         self._model, self._managed = None if model is None else weakref.ref(model), managed
         self.is_read = False
+        self._contents: Contents | None = None  # of a model without newcomers
 
     @property
     def module(self) -> nn.Module:
@@ -86,15 +88,19 @@ class PlainModel:
 
     def newcomers(self, units: Sequence[Unit]) -> list[str]:
         """Names of parameters of the model that are in none of the units."""
-        known = {id(parameter) for unit in units for parameter in unit.parameters}
-        if has_only(self.module, known):  # a fast test, as this runs before each forward
+        module = self.module
+        if self._contents is not None and self._contents.are_those_of(module):  # this runs before each forward
             return []
-        return [
+        known = {id(parameter) for unit in units for parameter in unit.parameters}
+        found = [
             name
             for name, parameter in self.parameters().items()
             # Plain tensors there come from a functional_call, and are gone after it.
             if id(parameter) not in known and isinstance(parameter, nn.Parameter)
         ]
+        if not found and not given_tensors(module.modules()):
+            self._contents = Contents(module)
+        return found
 
     def buffers(self) -> dict[str, Tensor]:
         """The managed buffers, by name."""

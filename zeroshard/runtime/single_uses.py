@@ -104,22 +104,22 @@ def _used_once(root: Node) -> list[Tensor]:
     """The tensors at which exactly one edge of the graph ends. None if the graph contains a function written in Python:
     its backward may run a backward of another graph (that of a reentrant checkpoint does). A compiled graph's does not:
     it was traced through, and adds up the uses in the graph in the dtype of the weights, whatever `grad_dtype` is."""
-    unvisited: list[Any] = [root]
-    edges, leaves = {root: 0}, []
-    while unvisited:
-        node = unvisited.pop()
-        if isinstance(node, BackwardCFunction) and not _is_compiled(node):
-            return []
+    visited: list[Any] = [root]
+    edges: dict[Any, int] = {None: 0}  # None: an edge that leads nowhere
+    leaves = []
+    for node in visited:  # which grows
         following = node.next_functions
+        for other, _ in following:
+            if other in edges:
+                edges[other] += 1
+            else:
+                edges[other] = 1
+                visited.append(other)
         if not following:
             leaves.append(node)
-        for other, _ in following:
-            if other is None:
-                continue
-            if other not in edges:
-                edges[other] = 0
-                unvisited.append(other)
-            edges[other] += 1
+    of_python = {kind for kind in {*map(type, visited)} if issubclass(kind, BackwardCFunction)}
+    if of_python and any(type(node) in of_python and not _is_compiled(node) for node in visited):
+        return []
     return [leaf.variable for leaf in leaves if edges[leaf] == 1 and hasattr(leaf, "variable")]
 
 

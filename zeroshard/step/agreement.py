@@ -355,8 +355,9 @@ class Agreement:
         updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
         # Also parameters that would join this optimizer once they require grad.
         watched = [*self._groups.parameters(), *self._groups.adoptable()]
+        others = [p for p in watched if id(p) not in updated]
         with as_tensors():
-            if any(p.grad is not None and id(p) not in updated for p in watched):
+            if any(p.grad is not None for p in others):
                 return Status.UNFROZEN
         if self._engine.hooks.schedule.has_raised:
             return Status.RAISED

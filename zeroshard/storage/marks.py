@@ -46,12 +46,14 @@ def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
         return None
     in_words = values.nbytes // _WORD * (_WORD // values.element_size())
     words, rest = values[:in_words].view(torch.int64), values[in_words:]
+    columns = min(words.numel(), COLUMNS)
     in_rows = words.numel() // COLUMNS * COLUMNS
     with _LOCK:
-        torch.sum(words[:in_rows].view(-1, COLUMNS), 0, out=_SUMS)
-        _SUMS[: words.numel() - in_rows].add_(words[in_rows:])
-        torch.dot(_SUMS, _FACTORS, out=_FOUND[0])
-        torch.dot(torch.bitwise_right_shift(_SUMS, 32, out=_UPPER), _FACTORS, out=_FOUND[1])
+        sums, upper, factors = _SUMS[:columns], _UPPER[:columns], _FACTORS[:columns]
+        torch.sum(words[:in_rows].view(-1, columns), 0, out=sums) if in_rows else sums.zero_()
+        sums[: words.numel() - in_rows].add_(words[in_rows:])
+        torch.dot(sums, factors, out=_FOUND[0])
+        torch.dot(torch.bitwise_right_shift(sums, 32, out=upper), factors, out=_FOUND[1])
         return ctypes.string_at(_FOUND.data_ptr(), _FOUND.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
 
 
