@@ -330,6 +330,41 @@ def test_what_a_block_adds_to_its_inputs_is_in_the_callers_objects(rank: int) ->
     in_turn(check, list(product(("fp32", "bf16"), ("list", "deque", "dict", "dataclass", "method"))))(rank)
 
 
+class Caching(nn.Module):
+    """Writes to a tensor that it is given, and looks whether two of its inputs are the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor, cache: Tensor) -> Tensor:
+        assert x is y
+        cache[1] = self.linear(x)[0]
+        return x
+
+
+@on_ranks(2)
+def test_what_a_block_writes_to_a_tensor_that_it_is_given_is_there(rank: int) -> None:
+    """A cache of keys in fp32: the block wrote to a copy in bf16, in silence. What it does not write keeps its bits."""
+    for precision, plan in product(("fp32", "bf16"), ("zero1", "zero3")):
+        model = nn.ModuleDict({"one": make(Caching)})
+        handle = zeroshard.shard(model, plan, units=Caching, precision=precision)
+        x, cache = torch.ones(1, 4), torch.full((3, 4), 1 / 3)
+        before = cache.clone()
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.0)
+        into = cache.clone()
+        model["one"](x, x, into)
+        assert into.requires_grad
+        optimizer.backward(into.sum())
+        assert optimizer.step().grad_norm > 0
+        assert torch.equal(cache, before)
+        with torch.no_grad():
+            model["one"](x, x, cache)
+        assert torch.equal(cache[[0, 2]], before[[0, 2]])
+        assert not torch.equal(cache[1], before[1])
+        assert torch.equal(x, torch.ones(1, 4))
+
+
 @on_ranks(1)
 def test_bad_precisions(rank: int) -> None:
     for wrong, told in (

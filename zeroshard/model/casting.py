@@ -16,11 +16,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.errors import InvalidValue
 from zeroshard.model.paths import Modules, first_paths, parent
-from zeroshard.model.trees import Copied, containers_in, fields_of, is_record, map_tensors
+from zeroshard.model.trees import fields_of, is_record, map_tensors, parts_in
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
@@ -182,44 +182,78 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
     return fnmatchcase(".".join(plain), pattern)
 
 
-def cast(tree: Any, dtype: torch.dtype | None, copied: Copied | None = None) -> Any:
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """The tree with its floating-point tensors cast to `dtype`; None: unchanged."""
-    if dtype is None:
-        return tree
-    return map_tensors(
-        lambda one: one.to(dtype) if one.is_floating_point() and one.dtype != dtype else one, tree, copied
-    )
+    return tree if dtype is None else map_tensors(lambda one: one.to(dtype) if _differs(one, dtype) else one, tree)
+
+
+def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.is_floating_point() and tensor.dtype != dtype
 
 
 class Inputs:
     """Casts the inputs of the calls of one module.
 
-    [Note: what a call adds to its inputs] A module may add to a list, dict or dataclass that it is given (losses of
-    routers, hidden states, a cache). If there was something to cast in it, the module has got a copy. So what it
-    changes there is done to the caller's object, too, when the call is over.
+    [Note: what a call does to its inputs] A module may add to a list, dict or dataclass that it is given (losses of
+    routers, hidden states), and write to a tensor (a cache). If there was something to cast, it has got a copy. So what
+    it changes there is done to the caller's object, too, when the call is over. (Not to tensors that require grad:
+    `x.relu_()` is the module's own business. And not in `inference_mode`, whose tensors do not tell.)
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._copies: list[_Copy] = []  # those of the running calls
+        self._copies: list[_Copy | _CastTensor] = []  # those of the running calls
 
     def cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args = tuple([cast(one, self._dtype, self._copied) for one in args])
-        return args, {name: cast(one, self._dtype, self._copied) for name, one in kwargs.items()}
+        if (dtype := self._dtype) is None:
+            return args, kwargs
+        made: dict[int, _CastTensor] = {}
+
+        def once(one: Tensor) -> Tensor:  # a module may compare its inputs by `is`, as attention does
+            if not _differs(one, dtype):
+                return one
+            if torch.compiler.is_compiling():
+                return one.to(dtype)
+            if id(one) not in made:
+                made[id(one)] = _CastTensor(one, one.to(dtype))
+            return made[id(one)].copy
+
+        args = tuple([map_tensors(once, one, self._copied) for one in args])
+        kwargs = {name: map_tensors(once, one, self._copied) for name, one in kwargs.items()}
+        self._copies += [one for one in made.values() if one.may_be_written]
+        del self._copies[:-_MOST_COPIES]  # nobody gives back those that a pre-hook of the user has replaced
+        return args, kwargs
 
     def give_back(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The call with these (cast) inputs is over."""
-        if not self._copies:
-            return
-        given = [*containers_in((args, kwargs))]
-        for copy in self._copies:
-            if any(copy.copy is one for one in given):
+        if self._copies:
+            given = {id(one) for one in parts_in((args, kwargs))}
+            mine = [copy for copy in self._copies if id(copy.copy) in given]
+            self._copies = [copy for copy in self._copies if id(copy.copy) not in given]
+            for copy in mine:
                 copy.give_back()
-        self._copies = [copy for copy in self._copies if not any(copy.copy is one for one in given)]
 
     def _copied(self, original: Any, copy: Any) -> None:
         if not isinstance(copy, tuple):
             self._copies.append(_Copy(original, copy, _parts(original), _parts(copy)))
+
+
+_MOST_COPIES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class _CastTensor:
+    original: Tensor
+    copy: Tensor
+
+    @property
+    def may_be_written(self) -> bool:
+        return not (self.original.requires_grad or self.copy.is_inference())
+
+    def give_back(self) -> None:
+        if self.copy._version:
+            written = self.copy.detach() != self.original.to(self.copy.dtype)
+            self.original.copy_(torch.where(written, self.copy.to(self.original.dtype), self.original))
 
 
 @dataclass(frozen=True, eq=False)

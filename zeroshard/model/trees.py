@@ -36,7 +36,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, copied: Copied | None
     return tree if _are_same(new, leaves) else pytree.tree_unflatten(new, structure)
 
 
-_SEQUENCES: tuple[type, ...] = (tuple, list, deque)
+_SEQUENCES: tuple[type[Any], ...] = (tuple, list, deque)
 _DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
 
 
@@ -76,13 +76,16 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any, copied: Copied | None) 
     return _copy(leaf, result, copied)
 
 
-def containers_in(tree: Any) -> Iterator[Any]:
-    """The lists, dicts and dataclasses in a tree."""
-    if is_record(tree) or isinstance(tree, (list, deque, dict)):
-        yield tree
-    parts = fields_of(tree).values() if is_record(tree) else tree.values() if isinstance(tree, dict) else tree
-    for part in parts if isinstance(tree, (list, tuple, deque, dict)) or is_record(tree) else ():
-        yield from containers_in(part)
+def parts_in(tree: Any) -> Iterator[Any]:
+    """The tree, the lists, dicts and dataclasses in it, and what these contain."""
+    yield tree
+    held: Any = fields_of(tree) if is_record(tree) else tree
+    if isinstance(held, dict):
+        held = held.values()
+    elif not isinstance(held, _SEQUENCES):
+        return
+    for part in held:
+        yield from parts_in(part)
 
 
 def is_record(value: Any) -> bool:
