@@ -393,6 +393,26 @@ def test_parameters_with_common_memory_are_refused(how: str) -> None:
         run_ranks(check, 2)
 
 
+@pytest.mark.parametrize("how", ["tensor", "list", "column", "graph"])
+def test_views_of_parameters_in_attributes_are_refused(how: str) -> None:
+    """They kept the values of before shard, in silence."""
+
+    def check(rank: int) -> None:
+        model = Shares("tied")
+        weight, inner = model.a.weight, model.b
+        view = {"tensor": weight.data, "list": [3, weight.detach()], "column": weight.data[:, 1], "graph": weight.t()}
+        inner.kept = view[how]
+        with pytest.raises(ValueError, match=r"the attribute b\.kept is a view of parameter a\.weight: "):
+            zeroshard.shard(model, "zero1")
+        inner.kept = [weight, weight.detach().clone()]
+        zeroshard.shard(model, "zero1").close()
+        normed = nn.utils.spectral_norm(nn.Linear(4, 4))
+        zeroshard.shard(normed, "zero1")
+        assert normed(torch.ones(1, 4)).shape == (1, 4)
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("how", ["side by side", "in turn", "tied"])
 def test_parameters_with_memory_of_their_own_in_one_storage_are_taken(how: str) -> None:
     def check(rank: int) -> None:

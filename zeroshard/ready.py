@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
+from zeroshard.model.paths import Modules
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
 from zeroshard.runtime.materialize import META, Source
@@ -82,9 +83,8 @@ def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     """
     found = []
     for name, tensor in {**parameters, **buffers}.items():
-        if tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided and _is_dense(tensor):
-            start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
-            found.append((start, start + tensor.nbytes, name))
+        if _has_place(tensor) and _is_dense(tensor):
+            found.append((_place(tensor).start, _place(tensor).stop, name))
     found.sort()
     for (_, stop, name), (start, _, other) in pairwise(found):
         if start < stop and (name in parameters or other in parameters):
@@ -92,6 +92,55 @@ def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
                 f"{name} and {other} have the same memory, and would be trained apart: tie weights by one parameter in "
                 "both places (b.weight = a.weight), which may be transposed in forward; or give one of them a copy"
             )
+
+
+def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that no attribute of a module is a view of a parameter.
+
+    Raises:
+        ValueError: one is: it would keep the values that the parameter has before `shard`.
+    """
+    known = {id(one) for one in parameters.values()}
+    of_storage: dict[int, list[tuple[range, str]]] = {}
+    for name, one in parameters.items():
+        if _has_place(one):
+            of_storage.setdefault(one.untyped_storage().data_ptr(), []).append((_place(one), name))
+    for path, module in modules.items():
+        for attribute, tensor in _attributes(module):
+            if id(tensor) in known or not _has_place(tensor):
+                continue
+            for place, name in of_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                if max(place.start, (mine := _place(tensor)).start) < min(place.stop, mine.stop):
+                    where = f"{path}.{attribute}".lstrip(".")
+                    raise InvalidValue(
+                        f"the attribute {where} is a view of parameter {name}: shard() moves the weights, and the view "
+                        "would keep their old values. Compute it in forward, or let it be a copy (.clone())"
+                    )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in attributes of the module itself, also in lists, tuples and dicts there."""
+    for name, value in vars(module).items():
+        # (`spectral_norm` leaves a view, which it replaces in each forward.)
+        if name in _OF_TORCH or f"{name}_orig" in module._parameters:
+            continue
+        values = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
+        yield from ((name, one) for one in values if isinstance(one, Tensor))
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
+def _has_place(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory that can be compared."""
+    return bool(torch._C._has_storage(tensor) and tensor.numel() and not tensor.is_meta)
+
+
+def _place(tensor: Tensor) -> range:
+    """The addresses from its first to its last element."""
+    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    steps = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return range(start, start + (steps + 1) * tensor.element_size())
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -33,7 +33,7 @@ from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, boundaries, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
-from zeroshard.ready import device_of, expect_apart, expect_ready, expect_same_model
+from zeroshard.ready import device_of, expect_apart, expect_no_views, expect_ready, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.give_back import undo
 from zeroshard.runtime.materialize import META, Source, is_on_meta, move
@@ -162,6 +162,7 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     specs = _choose_units(model, plan, parameters, options, Topology.of(collectives))
     expect_ready(parameters, buffers, managed.left_alone(model), collectives.device, options.materialize)
     expect_apart(parameters, buffers)
+    expect_no_views(modules, parameters)
     if options.values not in ("broadcast", "check"):
         raise InvalidValue(f"values must be 'broadcast' or 'check', found {options.values!r}")
     on_meta = is_on_meta([*parameters.values(), *buffers.values()])
