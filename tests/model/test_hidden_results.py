@@ -117,6 +117,79 @@ def test_gradients_go_through_results_that_forward_does_not_return() -> None:
                 assert same_bits(found.weights, outcome.weights), (case, plan)
 
 
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+        self.loss: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.linear(x).softmax(-1)
+        self.loss = gate.square().mean()
+        return gate
+
+
+class Routed(nn.Module):
+    """Returns its result, and leaves the loss of its router elsewhere. `how`: where."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.router, self.linear, self.how = Router(), nn.Linear(WIDTH, 3 * WIDTH), how
+        self.loss: Any = None
+
+    def forward(self, x: Tensor, losses: list[Tensor], *, named: dict[str, Tensor]) -> Tensor:
+        gate = self.router(x)
+        x = x + (torch.tanh(self.linear(x)).view(-1, 3, WIDTH) * gate[..., None]).sum(1)
+        if self.how == "attribute":
+            self.loss = {"of the router": [self.router.loss]}
+        elif self.how == "input":
+            losses.append(self.router.loss)
+        elif self.how == "keyword":
+            named[f"loss {len(named)}"] = self.router.loss
+        return x
+
+
+class Experts(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList(Routed(how) for _ in range(4)), how
+
+    def losses_of(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        losses: list[Tensor] = []
+        named: dict[str, Tensor] = {}
+        for block in self.blocks:
+            x = block(x, losses, named=named)
+        if self.how == "attribute":
+            losses = [block.loss["of the router"][0] for block in self.blocks]  # type: ignore[union-attr, index]
+        elif self.how == "inner attribute":
+            losses = [block.router.loss for block in self.blocks]  # type: ignore[union-attr]
+        return x, losses + list(named.values())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, losses = self.losses_of(x)
+        assert len(losses) == len(self.blocks)
+        return x.square().mean() + torch.stack(losses).sum()
+
+
+def test_losses_that_modules_leave_beside_their_outputs() -> None:
+    """Backward comes to them before it comes to the outputs: under ZeRO-3 the weights were not here, and it raised."""
+    ways = ("attribute", "inner attribute", "input", "keyword")
+
+    def of(how: str) -> Job:
+        return Job(model=partial(Experts, how), units=Routed, loss_of=lambda model, *at: model(data(at[0], at[2])))
+
+    def of_rank(rank: int) -> Any:
+        with travelling("pairwise"):
+            return {how: [train(of(how), plan, rank) for plan in PLANS] for how in ways}
+
+    truth, ranks = beside_one_process(lambda: {how: train_reference(of(how), 2) for how in ways}, of_rank, 2)
+    for how in ways:
+        for outcome, of_rank_found in zip(truth[how], ranks, strict=True):
+            for plan, found in zip(PLANS, of_rank_found[how], strict=True):
+                assert found.losses == outcome.losses, (how, plan)
+                assert same_bits(found.weights, outcome.weights), (how, plan)
+
+
 GONE = "modified by an inplace operation"
 
 

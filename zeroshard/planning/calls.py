@@ -83,10 +83,8 @@ class Recorder:
         self._events.append(Event("end", number, call, task, makes_graph))
         if not makes_graph:
             return
-        made = [leaf for leaf in differentiable(output) if entry.has_made(leaf)]
-        if not made and entry.has_advanced():
-            made = [leaf for leaf in Results(module, inputs, output).elsewhere() if entry.has_made(leaf)]
-        for leaf in made:
+        leaves = [*differentiable(output), *Results(module, inputs, output).left(module.modules())]
+        for leaf in {id(leaf): leaf for leaf in leaves if entry.has_made(leaf)}.values():
             leaf.register_hook(partial(self._on_grad, number, call))  # type: ignore[no-untyped-call]
 
     def _on_grad(self, number: int, call: int, grad: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -30,6 +30,8 @@ class Needed:
         gathers: those of them that the call gathers when it begins.
         hooks: around the call.
         inside: modules inside the module that need nothing else, and their hooks.
+        reached: modules that may leave results in attributes: the module and all inside of it, but for those that need
+            something else, and those of torch.
         running: how many calls are running (of several threads, or one inside another).
     """
 
@@ -37,6 +39,7 @@ class Needed:
     gathers: list[Unit] = field(default_factory=list)
     hooks: Around | None = None
     inside: dict[nn.Module, Around] = field(default_factory=dict)
+    reached: list[nn.Module] = field(default_factory=list)
     running: int = 0
 
     def add(self, unit: Unit, path: str) -> None:
@@ -228,14 +231,15 @@ class Results:
     inputs: Any
     output: Any
 
-    def elsewhere(self) -> list[Tensor]:
-        """Results in the inputs (a list that they are appended to), and in attributes of the module."""
-        attributes = [vars(module) for module in self.module.modules()]
-        own = [value for names in attributes for name, value in names.items() if name not in _OF_TORCH]
-        leaves = [leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Tensor)]  # not into the user's objects
+    def left(self, modules: Iterable[nn.Module]) -> list[Tensor]:
+        """Results in the inputs (a list that they are appended to), and in attributes of these modules."""
+        names = [(vars(module), vars(module).keys() - _OF_TORCH) for module in modules]  # of its own
+        kept = [value for own, keys in names for key in keys if type(value := own[key]) not in _WITHOUT_RESULTS]
+        leaves = [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, Tensor)]  # not into the user's objects
         return [*differentiable(self.inputs), *differentiable(leaves)]
 
 
+_WITHOUT_RESULTS = frozenset({bool, int, float, str, type(None)})
 _OF_TORCH = vars(nn.Module()).keys()
 
 

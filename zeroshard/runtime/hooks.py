@@ -85,6 +85,7 @@ class Hooks(NotCopied):
                 continue
             needed = self._needs[module]
             needed.hooks = around[module]
+            needed.reached = [*_reached(module, needed, self._needs)]
             for outer in _around(self._needs, modules, path):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]
@@ -212,6 +213,15 @@ def _around(needs: Mapping[nn.Module, Needed], modules: Modules, path: str) -> I
         path = parent(path)
         if modules[path] in needs:
             yield needs[modules[path]]
+
+
+def _reached(module: nn.Module, needed: Needed, needs: Mapping[nn.Module, Needed]) -> Iterator[nn.Module]:
+    """See `Needed.reached`."""
+    if not type(module).__module__.startswith("torch.nn."):
+        yield module
+    for child in module.children():
+        if child not in needs or needed.covers(needs[child]):
+            yield from _reached(child, needed, needs)
 
 
 def _around_lookers(schedule: Schedule, modules: Modules, needs: Mapping[nn.Module, Needed]) -> Iterator[Around]:

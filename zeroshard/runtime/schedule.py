@@ -158,9 +158,12 @@ class Schedule(NotCopied):
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, Graphs()) for unit in in_scope)]
-        hooked = self._hook(differentiable(results.output), visits, entries)
+        # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
+        leaves = [*differentiable(results.output), *results.left(needed.reached)]
+        hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
-            self._hook(results.elsewhere(), [visit for visit in visits if visit not in hooked], entries)
+            left = results.left(results.module.modules())
+            self._hook(left, [visit for visit in visits if visit not in hooked], entries)
 
     def _hook(
         self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
