@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,12 @@ Samples = Callable[[int, int, int], list[int]]
 
 
 def as_launched(rank: int, num_ranks: int) -> None:
-    """Set the environment variables that a launcher sets, and accelerate reads."""
+    """Set the environment variables that a launcher sets, and accelerate reads. What accelerate has read of the
+    environment in the parent, by a test that ran before, is forgotten."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def texts() -> torch.utils.data.TensorDataset:

@@ -390,7 +390,7 @@ def test_what_shards_too_is_refused() -> None:
         accelerator = Accelerator()
         with pytest.raises(ValueError, match=r"is not sharded yet: accelerator.prepare\(model\) first"):
             accelerator.handle_of(make(Net))
-        with pytest.raises(ValueError, match="of a model that is not sharded: prepare"):
+        with pytest.raises(ValueError, match="parameters that belong to no sharded model: prepare"):
             accelerator.prepare(torch.optim.SGD(make(Net).parameters(), lr=1.0))
 
     run_ranks(check, 2)

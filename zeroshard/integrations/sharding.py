@@ -143,11 +143,13 @@ class Sharding:
         handles = {id(handle): handle for handle in map(handle_of, parameters)}
         handle = next(iter(handles.values()), None)
         if len(handles) != 1 or handle is None:
-            found = "a model" if len(handles) < 2 else "several models, or of one"
-            raise InvalidValue(
-                f"{type(optimizer).__name__} has parameters of {found} that is not sharded: prepare (set up) the model "
-                "before its optimizer or together with it, and one optimizer for each model"
-            )
+            found, remedy = "parameters of several models", "one optimizer for each model"
+            if strangers := sum(handle_of(parameter) is None for parameter in parameters):
+                found = f"{strangers} parameters that belong to no sharded model"
+                remedy = "prepare (set up) the model before its optimizer or together with it"
+            if strangers and len(handles) > 1:
+                remedy += ". If they are those of a loss, make the module that has them a part of the model"
+            raise InvalidValue(f"{type(optimizer).__name__} has {found}: {remedy}")
         owners = {id(owner): owner for owner in map(handle.engine.claims.owner_of, parameters) if owner is not None}
         for owner in owners.values():
             retire(owner)

@@ -7,21 +7,22 @@ class ShardedSFTTrainer(ShardedTrainerMixin, trl.SFTTrainer): ...
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.accelerate import FOLDER, Accelerator
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
+from zeroshard.model.units import plain_name
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
 
@@ -135,6 +136,13 @@ class ShardedTrainerMixin:
         if handle_of_model(model) is None:  # else it is there, by `shard` or an earlier Trainer, and must not be moved
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. An evaluator of sentence-transformers calls the model as often as a rank has texts, so the weights
+        are gathered once."""
+        handle = handle_of_model(self.model) if getattr(self, "evaluator", None) is not None else None
+        with nullcontext() if handle is None else handle.unsharded():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     # Saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -144,13 +152,22 @@ class ShardedTrainerMixin:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         state = self.accelerator.get_state_dict(self.model)
-        with _read_by_peft(self.model):
+        with self._read_by_a_save():
             if self.args.should_save:
-                dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
-                self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it empties `state`
-                _note_dtype(self.model, dtype, folder)
+                with _showing(self.model, state):
+                    self._save(folder, state_dict=state)  # type: ignore[attr-defined]  # it empties `state`
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _read_by_a_save(self) -> Any:
+        """A block in which one rank may save. PEFT reads the names in `state_dict()` of each of `modules_to_save`, and
+        prompts by a forward of their encoder. A Trainer with a `_save` of its own may call the model: that of
+        sentence-transformers shows an example on its model card. Collective."""
+        if type(self)._save is not transformers.Trainer._save:  # type: ignore[attr-defined]
+            return self.handle.unsharded()
+        parts: list[Any] = [module for module in self.model.modules() if hasattr(module, "adapter_state_dict")]
+        parts += [module.prompt_encoder for module in self.model.modules() if hasattr(module, "prompt_encoder")]
+        return self.handle.unsharded(*parts) if parts else nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save weights, optimizer and scheduler, each rank its part, in the subfolder `zeroshard`."""
@@ -161,8 +178,9 @@ class ShardedTrainerMixin:
         """Load the weights, unless the subfolder `zeroshard` exists: then they are loaded with the optimizer."""
         if (Path(resume_from_checkpoint) / FOLDER).is_dir():
             return
+        given = () if model is None else (model,)  # not every Trainer takes it
         with _writable(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, *given)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         folder = Path(checkpoint or "") / FOLDER
@@ -226,18 +244,39 @@ def _writable(model: nn.Module) -> Any:
     return nullcontext() if handle is None else handle.unsharded(write=True)
 
 
-def _read_by_peft(model: nn.Module) -> Any:
-    """A block in which PEFT may save adapters on one rank: with what it reads beside the state dict that it gets, which
-    is the names in `state_dict()` of each of `modules_to_save`, and a forward of the prompts' encoder. Collective."""
-    parts: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_state_dict")]
-    parts += [module.prompt_encoder for module in model.modules() if hasattr(module, "prompt_encoder")]
-    return expect_handle_of(model, "trainer.train()").unsharded(*parts) if parts else nullcontext()
+@contextmanager
+def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """A block in which `state_dict()` of the model, and of every module in it, has these values: a Trainer of
+    sentence-transformers saves each module by itself, and not what it is passed. Nothing is collective."""
+    dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
+    replaced: list[tuple[nn.Module, str]] = []
+
+    def replace(module: nn.Module, name: str, by: Callable[..., Any]) -> None:
+        vars(module)[name] = partial(by, module, getattr(module, name))
+        replaced.append((module, name))
+
+    def put(path: str, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        names = [name for name in state if name.rpartition(".")[0] == path]
+        if names:
+            destination.update({prefix + name.rpartition(".")[2]: state[name] for name in names})
+        else:
+            own(destination, prefix, keep_vars)
+
+    try:
+        for path, module in model.named_modules():
+            replace(module, "_save_to_state_dict", partial(put, plain_name(f"{path}.")[:-1]))
+            if isinstance(module, transformers.PreTrainedModel) and dtype is not None:
+                replace(module, "save_pretrained", partial(_save_pretrained, dtype))
+        yield
+    finally:
+        for module, name in replaced:
+            del vars(module)[name]
 
 
-def _note_dtype(model: Any, saved: torch.dtype | None, folder: str) -> None:
-    """Set the dtype in config.json to that of the saved values. `from_pretrained` loads in that dtype, and
-    `save_pretrained` has written the dtype of the weights in memory, which may be 16-bit while fp32 values were
-    saved."""
-    if isinstance(model, transformers.PreTrainedModel) and saved is not None and saved != model.dtype:
-        model.config.dtype = saved
-        model.config.save_pretrained(folder)
+def _save_pretrained(saved: torch.dtype, module: Any, own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """Save, and set the dtype in config.json to that of the saved values. `from_pretrained` loads in that dtype, and
+    `save_pretrained` writes the dtype of the weights in memory, which may be 16-bit while fp32 values were saved."""
+    own(save_directory, *args, **kwargs)
+    if saved != module.dtype:
+        module.config.dtype = saved
+        module.config.save_pretrained(save_directory)
