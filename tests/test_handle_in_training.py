@@ -413,6 +413,51 @@ def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
     del kept
 
 
+@on_ranks(2)
+def test_weights_that_are_moved_and_moved_back(rank: int) -> None:
+    """The recipe of docs/models.md (SAM): the step starts from main as it was, to the last bit, under every plan."""
+    for precision in PRECISIONS:
+        losses = [moved_and_back(plan, precision, rank) for plan in plans_of(PRECISIONS.index(precision))]
+        assert all(of_plan == losses[0] for of_plan in losses)
+
+
+def moved_and_back(plan: Any, precision: Any, rank: int) -> list[float]:
+    model, handle, optimizer = start(plan, precision)
+    losses = []
+    for step in range(3):
+        loss = loss_of_tokens(model, rank, step, 0)
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        gradients = {name: handle.gradient(name) for name, _ in model.named_parameters()}
+        norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm()
+        optimizer.zero_grad()
+        before = [part.clone() for part in handle.main_parts()]
+        main = handle.full_state_dict(main=True)
+        with handle.unsharded(write=True), torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(gradients[name], alpha=0.05 / norm.item())
+        optimizer.backward(loss_of_tokens(model, rank, step, 0))
+        assert not same_bits(handle.full_state_dict(main=True), main)
+        handle.set_main_parts(before)
+        assert same_bits(handle.full_state_dict(main=True), main)
+        optimizer.step()
+    return losses
+
+
+@on_ranks(2)
+def test_parts_of_main_that_do_not_fit(rank: int) -> None:
+    """A tensor of one element was once copied to all, in silence. Nothing is written."""
+    for plan in PLANS:
+        _, handle, _ = start(plan)
+        own = [part.clone() for part in handle.main_parts()]
+        state = handle.full_state_dict()
+        for wrong in ([torch.zeros(1)] * len(own), own[:-1], [own[0], *[part[:-1] for part in own[1:]]], state, own[0]):
+            with pytest.raises(zeroshard.Error, match=r"set_main_parts: expected \d+ tensors of the shapes \(\d+,\)"):
+                handle.set_main_parts(wrong)
+            assert same_bits(handle.full_state_dict(), state)
+        handle.set_main_parts(part.clone() for part in own)
+
+
 def test_a_frozen_model_has_no_main_parts_to_average() -> None:
     """Not an empty list: `zip` with the student's parts would then do nothing."""
 

@@ -28,7 +28,7 @@ from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.timeline import Timeline
-from zeroshard.runtime.unsharded import Part, expect_none_written, units_of, unsharded, written
+from zeroshard.runtime.unsharded import Part, expect_none_written, parts_of, units_of, unsharded, written
 from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
@@ -194,10 +194,10 @@ class Handle(NotTheModel, NotCopied):
         """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
         engine = self._open("set_main_parts")
         expect_none_written(engine.units, "set_main_parts")
+        fitting = parts_of(engine.trained_units("set_main_parts"), parts)
         engine.gatherer.settle()
-        # No rank may write its weights before all ranks have read them.
-        engine.collectives.exchange_objects(None, "set_main_parts()")
-        for unit, part in zip(engine.trained_units("set_main_parts"), parts, strict=True):
+        engine.collectives.exchange_objects(None, "set_main_parts()")  # all ranks have read the weights
+        for unit, part in fitting:
             unit.write(unit.updated, part)
             unit.edits += 1
             engine.gatherer.updated(unit)

@@ -11,9 +11,10 @@ Values written inside must be the same on every rank, or are taken from one rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,28 @@ def expect_none_written(units: Sequence[Unit], what: str) -> None:
         f"{what} in a block of handle.unsharded(write=True), whose values become the weights: call it before or after "
         f"the block.{steps if what == 'a step' else ''}"
     )
+
+
+def parts_of(units: Sequence[Unit], parts: Sequence[Tensor]) -> list[tuple[Unit, Tensor]]:
+    """Each unit with its part of main, before any is written.
+
+    Raises:
+        ValueError: they are not of the form of `main_parts`. One element would be copied to all.
+    """
+    found: list[Any] = [parts] if isinstance(parts, (Tensor, Mapping)) else list(parts)
+    shapes = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in found]
+    expected = [(unit.updated.numel,) for unit in units]
+    if shapes != expected:
+        raise InvalidValue(
+            f"set_main_parts: expected {len(expected)} tensors of the shapes {_first(expected)}, found {len(found)}: "
+            f"{_first(shapes)}. Pass what main_parts() has returned, under this plan and on this number of ranks. "
+            "Values by name are those of handle.load_full_state_dict(state)"
+        )
+    return list(zip(units, found, strict=True))
+
+
+def _first(items: Sequence[object]) -> str:
+    return ", ".join([str(item) for item in items[:3]] + ["..."] * (len(items) > 3)) or "none"
 
 
 def _before(unit: Unit) -> Tensor:
