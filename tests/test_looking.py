@@ -149,6 +149,10 @@ def test_what_wraps_a_model_is_refused() -> None:
         wrapped = DistributedDataParallel(model)
         with pytest.raises(RuntimeError, match=twice):
             wrapped(torch.ones(1, 3))
+        third = nn.Linear(3, 2)
+        zeroshard.shard(third, "zero3")
+        with pytest.raises(RuntimeError, match=twice):  # it once told of modules, units and methods
+            DistributedDataParallel(third)
 
         class Student(nn.Module):
             """DDP does not see the sharded teacher: it is in a list, not a submodule."""

@@ -12,6 +12,7 @@ transforms. `reads.py` finds such reads.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -22,6 +23,13 @@ from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.layout.layout import Slot
+
+IN_DDP = (
+    "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the gradients. "
+    "Build the model anew without DistributedDataParallel, shard() it, and call it itself. (Accelerate, Lightning and "
+    "the Trainer of transformers wrap a model: with them, use zeroshard.integrations)"
+)
+"""The error message for a model that is wrapped."""
 
 as_tensors = torch._C.DisableTorchFunctionSubclass
 """Inside, on this thread, absent parameters behave as plain tensors. For the engine itself, which knows which values
@@ -202,6 +210,8 @@ class Absent:
 
     def explain(self, name: str) -> str:
         """The error message for a parameter: why its values are absent, and what to write instead."""
+        if _is_being_wrapped():
+            return IN_DDP
         return not_here(name, self._unit) if self.why_lost is None else _lost(name, self.why_lost)
 
     def index_of(self, tensor: Tensor) -> int | None:
@@ -251,6 +261,14 @@ def not_here(name: str, unit: str) -> str:
         "register the method that is called in place of forward with "
         "handle.register_forward_method"
     )
+
+
+def _is_being_wrapped() -> bool:
+    """Whether a DistributedDataParallel is being built, by the user or by Accelerate: it reads all parameters."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_qualname != "DistributedDataParallel.__init__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _lost(name: str, why: str) -> str:

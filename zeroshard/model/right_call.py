@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.user_streams import is_captured
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.model.absent import IN_DDP
 from zeroshard.model.paths import Modules
 from zeroshard.model.readers import takes_hooks
 
@@ -149,10 +150,7 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
         return
     reduced = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
     if not reduced.isdisjoint(map(id, parameters)):
-        raise InvalidState(
-            "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the "
-            "gradients. Build the model anew without DistributedDataParallel, shard() it, and call it itself"
-        )
+        raise InvalidState(IN_DDP)
 
 
 def expect_parameters(found: object) -> None:
