@@ -173,3 +173,22 @@ def test_what_is_shown_is_only_shown_in_the_block() -> None:
         assert not any("_save_to_state_dict" in vars(module) for module in model.modules())
 
     run_ranks(check, 2)
+
+
+def test_a_plain_loop_gets_a_sharded_model(tmp_path: Path) -> None:
+    """The error names the integrations. (On CPUs these loops move a model, and raise before they wrap it.)"""
+    pytest.importorskip("accelerate")
+    import accelerate
+    import transformers as hf
+
+    from tests.real_models.real import llama
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        model = llama()
+        zeroshard.shard(model, "zero3")
+        for plain in (accelerate.Accelerator().prepare, lambda model: hf.Trainer(model, arguments(tmp_path))):
+            with pytest.raises(RuntimeError, match=r"prepares it as its own: .*zeroshard\.integrations"):
+                plain(model)
+
+    run_ranks(check, 2)

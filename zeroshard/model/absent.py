@@ -31,6 +31,17 @@ IN_DDP = (
 )
 """The error message for a model that is wrapped."""
 
+_IN_LOOP = (
+    "this model is sharded, and plain Accelerate, or a plain Trainer, prepares it as its own: use the classes of "
+    "zeroshard.integrations, which shard it"
+)
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): IN_DDP,
+    ("accelerate.accelerator", "Accelerator.prepare_model"): _IN_LOOP,
+    ("transformers.trainer", "Trainer._move_model_to_device"): _IN_LOOP,
+}
+"""Functions that read or move all parameters of a model -> the error message for an absent one."""
+
 as_tensors = torch._C.DisableTorchFunctionSubclass
 """Inside, on this thread, absent parameters behave as plain tensors. For the engine itself, which knows which values
 are absent: a call of `__torch_function__` costs microseconds for each attribute."""
@@ -210,8 +221,8 @@ class Absent:
 
     def explain(self, name: str) -> str:
         """The error message for a parameter: why its values are absent, and what to write instead."""
-        if _is_being_wrapped():
-            return IN_DDP
+        if (wrapped := _being_wrapped()) is not None:
+            return wrapped
         return not_here(name, self._unit) if self.why_lost is None else _lost(name, self.why_lost)
 
     def index_of(self, tensor: Tensor) -> int | None:
@@ -263,12 +274,14 @@ def not_here(name: str, unit: str) -> str:
     )
 
 
-def _is_being_wrapped() -> bool:
-    """Whether a DistributedDataParallel is being built, by the user or by Accelerate: it reads all parameters."""
+def _being_wrapped() -> str | None:
+    """The error message, if other code is making the model its own, and reads or moves all parameters."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_qualname != "DistributedDataParallel.__init__":
+    while frame is not None:
+        if (found := _WRAPPERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_qualname))) is not None:
+            return found
         frame = frame.f_back
-    return frame is not None
+    return None
 
 
 def _lost(name: str, why: str) -> str:
