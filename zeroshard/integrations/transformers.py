@@ -249,17 +249,21 @@ def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
     """A block in which `state_dict()` of the model, and of every module in it, has these values: a Trainer of
     sentence-transformers saves each module by itself, and not what it is passed. Nothing is collective."""
     dtype = next((value.dtype for value in state.values() if value.is_floating_point()), None)
-    replaced: list[tuple[nn.Module, str]] = []
+    names_of: dict[str, list[str]] = {}
+    for name in state:
+        names_of.setdefault(name.rpartition(".")[0], []).append(name)
+    replaced: list[tuple[nn.Module, str, Any]] = []
 
     def replace(module: nn.Module, name: str, by: Callable[..., Any]) -> None:
+        replaced.append((module, name, vars(module).get(name)))
         vars(module)[name] = partial(by, module, getattr(module, name))
-        replaced.append((module, name))
 
     def put(path: str, module: nn.Module, own: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        names = [name for name in state if name.rpartition(".")[0] == path]
-        if names:
-            destination.update({prefix + name.rpartition(".")[2]: state[name] for name in names})
-        else:
+        names = names_of.get(path, ())
+        if any(name not in state for name in names):  # the caller has written it, and let go of it
+            names = ()
+        destination.update({prefix + name.rpartition(".")[2]: state[name] for name in names})
+        if not names:
             own(destination, prefix, keep_vars)
 
     try:
@@ -269,8 +273,10 @@ def _showing(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
                 replace(module, "save_pretrained", partial(_save_pretrained, dtype))
         yield
     finally:
-        for module, name in replaced:
-            del vars(module)[name]
+        for module, name, before in reversed(replaced):
+            vars(module)[name] = before
+            if before is None:
+                del vars(module)[name]
 
 
 def _save_pretrained(saved: torch.dtype, module: Any, own: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
