@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, travelling
 from tests.timed_backend import TimedGroup, timed_ranks
+from zeroshard.comm import backends
 from zeroshard.comm import mesh as meshes
 from zeroshard.comm.mesh import launched
 from zeroshard.comm.native_transport import NativeTransport
@@ -200,6 +201,67 @@ def test_init_takes_the_only_device_that_a_process_sees(monkeypatch: pytest.Monk
     ):
         meshes._join(None, timedelta(seconds=7))
     assert not given
+
+
+@pytest.mark.parametrize(
+    ("environment", "index"),
+    [
+        ({"LOCAL_RANK": "3", "RANK": "6", "SLURM_LOCALID": "1"}, 3),
+        ({"RANK": "6", "SLURM_LOCALID": "1"}, 1),
+        ({"RANK": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_LOCAL_RANK": "2"}, 0),
+        ({"RANK": "6", "SLURM_LOCALID": ""}, 2),  # by the number of devices
+        ({"SLURM_LOCALID": "1"}, 0),  # no rank: a world of its own, as before
+    ],
+)
+def test_a_rank_without_a_local_rank_takes_the_device_that_its_launcher_means(
+    environment: dict[str, str], index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks took device 0, and NCCL refused it with "invalid usage"."""
+    given = on_machine_with(monkeypatch, "cuda", 4)
+    for name in ("LOCAL_RANK", "RANK", *backends._LOCAL_RANKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert backends.take_device("cuda") == torch.device("cuda", index) and given["index"] == index
+
+
+def test_two_ranks_on_one_gpu_are_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL says names neither the cause nor what to write."""
+    on_machine_with(monkeypatch, "cuda", 4)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def init_process_group(backend: str, **named: Any) -> None:
+        raise dist.DistBackendError(f"NCCL error in: x.cpp:1, {words}")
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    words = "invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
+    with pytest.raises(ValueError, match="ranks 0 and 1 use the same GPU: set LOCAL_RANK"):
+        meshes._join(None, timedelta(seconds=7))
+    words = "unhandled system error"
+    with pytest.raises(dist.DistBackendError, match=words):
+        meshes._join(None, timedelta(seconds=7))
+
+
+def timeouts_on_two_axes(rank: int) -> list[list[float]]:
+    device, own = torch.device("cpu"), timedelta(seconds=9)
+    mesh = init_device_mesh("cpu", (2, 2))
+    found = [[backends.timeout_of(mesh.get_group(axis), device).total_seconds()] for axis in range(2)]
+    for given in (mesh, dist.new_group([0, 1, 2, 3], timeout=own), dist.new_group([0, 1, 2, 3])):
+        of = meshes.Mesh.of(given, device).with_two_ways()
+        axes = (of.world, of.shard, of.replicate, of.reduce)
+        groups = [group for axis in axes for group in (axis.group, axis.downward) if group is not None]
+        found.append([backends.timeout_of(group, device).total_seconds() for group in groups])
+    return found
+
+
+@pytest.mark.by_gloo
+def test_the_groups_of_a_device_mesh_have_the_timeout_of_init() -> None:
+    """They had torch's own, and a rank that did not come was noticed after half an hour. A group that the program has
+    made keeps its timeout."""
+    for found in run_ranks(timeouts_on_two_axes, 4, collective_timeout=77.0):
+        own, of_mesh, of_group, of_default = [set(seconds) for seconds in (found[0] + found[1], *found[2:])]
+        assert own == {1800.0} and of_mesh == {77.0} and of_group == {9.0} and of_default == {1800.0}
 
 
 def test_init_joins_the_backend_of_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

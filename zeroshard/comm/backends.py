@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,11 +16,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.errors import InvalidValue
 
 DEFAULT_TIMEOUT = timedelta(seconds=120)
+_TORCHS_OWN = (default_pg_timeout, default_pg_nccl_timeout)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -37,23 +40,51 @@ def accelerator() -> tuple[str, str]:
     return (found.type, backend) if found is not None and backend != "gloo" else ("", "")
 
 
+_LOCAL_RANKS = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+"""Where srun, and mpirun of Open MPI, MPICH and Cray, tell a process its number on its machine."""
+
+
+def local_rank() -> tuple[str, int]:
+    """(the variable that tells it, the number of this rank among those of its machine): LOCAL_RANK, or, where RANK has
+    been set without it, what the launcher tells. ("", 0) if nothing does."""
+    names = ("LOCAL_RANK", *(_LOCAL_RANKS if "RANK" in os.environ else ()))
+    name = next((name for name in names if os.environ.get(name)), "")
+    return name, int(os.environ[name]) if name else 0
+
+
 def take_device(kind: str) -> torch.device:
-    """Make the device of this rank the current one: number LOCAL_RANK, or the only one that this process sees.
+    """Make the device of this rank the current one: number `local_rank`, or the only one that this process sees. Where
+    nothing tells that number, it is taken from RANK, as if all machines had one rank for each device; a device that two
+    ranks have then taken is found (`shared_device`, `expect_usable`).
 
     Raises:
         ValueError: there is no such device.
     """
-    devices, number = getattr(torch, kind), int(os.environ.get("LOCAL_RANK", "0"))
-    count = devices.device_count()
+    devices = getattr(torch, kind)
+    count, (name, number) = devices.device_count(), local_rank()
     if count == 1:  # a launcher may show each process its own device alone (Slurm, Ray)
         number = 0
+    elif not name and count:
+        number = int(os.environ.get("RANK", "0")) % count
     elif number >= count:
         raise InvalidValue(
-            f"LOCAL_RANK is {number}, and this process sees {count} {kind} devices: start at most {count} ranks on a "
+            f"{name} is {number}, and this process sees {count} {kind} devices: start at most {count} ranks on a "
             "machine, or let each process see all devices of the machine, or only its own"
         )
     devices.set_device(number)
     return torch.device(kind, number)
+
+
+def shared_device(error: Exception) -> str:
+    """What is wrong if NCCL has found two ranks on one GPU, in words; "" for another error."""
+    found = re.search(r"Duplicate GPU detected : rank (\d+) and rank (\d+)", str(error))
+    if found is None:
+        return ""
+    first, second = sorted(map(int, found.groups()))
+    return (
+        f"ranks {first} and {second} use the same GPU: set LOCAL_RANK to the number of each rank on its machine "
+        "(torchrun does), or show each process a GPU of its own (CUDA_VISIBLE_DEVICES)"
+    )
 
 
 def has_tagged_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -88,6 +119,19 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     except (AttributeError, RuntimeError):  # a backend without such options
         timeout = None
     return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+
+
+def take_timeout(group: dist.ProcessGroup, default: dist.ProcessGroup) -> None:
+    """Give a group of a DeviceMesh the timeout of the default group, if it has torch's own (10 or 30 minutes): a mesh
+    takes none, and a rank that does not come would be noticed only then."""
+    for kind in backends_of(group):
+        device = torch.device(kind)
+        try:
+            backend, wanted = group._get_backend(device), timeout_of(default, device)
+        except RuntimeError:  # it has none for each device
+            continue
+        if timeout_of(group, device) in _TORCHS_OWN and hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(wanted)
 
 
 def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:

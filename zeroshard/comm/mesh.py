@@ -37,7 +37,9 @@ from zeroshard.comm.backends import (
     device_for,
     expect_usable,
     has_tagged_messages,
+    shared_device,
     take_device,
+    take_timeout,
     timeout_of,
 )
 from zeroshard.comm.found import is_refused, stopped_of_this_job, wake
@@ -67,10 +69,11 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     Returns:
         The device for this rank's model and data: the current one of the accelerator if the group has a backend for it,
         else the CPU. Unless the group existed before, `init` has made device LOCAL_RANK the current one; device 0 if
-        the process sees only one.
+        the process sees only one. (Without LOCAL_RANK: what srun or mpirun tell, or RANK by the number of devices.)
 
     Raises:
-        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; or as `launched`.
+        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; one GPU for two ranks; or
+            as `launched`.
         TimeoutError: not all ranks have come within the timeout.
         RuntimeError: whoever holds the store of the group has ended.
     """
@@ -109,7 +112,9 @@ def _join(backend: str | None, timeout: timedelta) -> None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
         else:
             dist.init_process_group(backend, **options)
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
+    except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
+        if problem := shared_device(error):
+            raise InvalidValue(problem) from None
         why = (str(error).splitlines() or [""])[0].rstrip(".")
         if not re.search(r"tim(ed|e) ?out", why, re.IGNORECASE):
             if isinstance(error, dist.DistNetworkError):
@@ -282,6 +287,8 @@ class Mesh:
         """
         shard, replicate = _axes_of(mesh)
         device, world, made = device_for(shard.group, device), shard, _Made()
+        for axis in (shard, replicate) if isinstance(mesh, DeviceMesh) else ():
+            take_timeout(axis.group, _default_group())
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
             ranks = tuple(sorted(mesh.mesh.flatten().tolist()))  # the order of the default group
             world = Axis.of(_default_like(ranks, shard.group) or made.get(ranks, shard.group, device))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import zeroshard
 from zeroshard.comm import watch
-from zeroshard.comm.backends import take_device
+from zeroshard.comm.backends import local_rank, take_device
 from zeroshard.errors import TookTooLong
 from zeroshard.io.refused import in_words
 from zeroshard.train.config import ParallelConfig, UserError
@@ -104,7 +104,6 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
 
     If an exception leaves the block, the other ranks are told and stop too, instead of waiting in a collective.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     kind = device_type(config)
     device = take_device(kind) if kind == "cuda" else torch.device("cpu")
     ours = not dist.is_initialized()
@@ -116,7 +115,7 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     except TookTooLong as error:
         raise UserError(f"parallel.timeout = {config.timeout:g}: {error}") from None
     try:
-        yield Ranks(dist.get_rank(), local_rank, dist.get_world_size(), device)
+        yield Ranks(dist.get_rank(), local_rank()[1], dist.get_world_size(), device)
     except BaseException as error:
         watch.abort(error, quiet=isinstance(error, UserError))
         raise
