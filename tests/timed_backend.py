@@ -11,7 +11,8 @@ exposes a program that is right only because gloo is quick:
   until one to three later ones have been waited for; or at the wait, if that comes first. A seeded generator draws.
 - "random": one of these four for each collective, drawn in the same way.
 
-The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order.
+The group's name is neither gloo nor nccl. Copies of the inputs are sent by gloo; sums are taken in rank order. It
+has the rules of NCCL: see `tests/nccl_rules.py`.
 
 Tensors of an accelerator take part as with NCCL: a stream of the group reads and writes them, from what the program had
 queued at the issue on, and `wait` makes the current stream wait for it. The data pass through the host. So several
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.kit import DEVICE, SMALL
+from tests.nccl_rules import Rules, Told, overlap
 
 KINDS: dict[str, Callable[[random.Random], When]] = {
     "early": lambda draw: When(0, math.inf, on_arrival=True),
@@ -83,7 +85,9 @@ class Timed(dist.Work):
         self.spoiled: Sequence[Tensor] = ()  # tensors that `write` fills with NaN
         self.issued = time.monotonic()
         self.start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]]
+        self.name = ""
         self._work: Any = None
+        self._told: Told | None = None
         self._take: Callable[[], list[Tensor]] | None = None
         self.is_written = False
         self._future: Any = None
@@ -119,7 +123,18 @@ class Timed(dist.Work):
     def read(self) -> None:
         with self.on_stream():
             copies = [_bytes(tensor).to("cpu", copy=True) for tensor in self.inputs]
+        self._told = self.group.rules.tell(self.name)
         self._work, self._take = self.start(copies)
+
+    def arrive(self) -> None:
+        """Wait for the data.
+
+        Raises:
+            BrokenRule: a peer is in another collective.
+        """
+        assert self._told is not None
+        self._told.compare()
+        self._work.wait()
 
     def has_arrived(self) -> bool:
         return self.is_read and bool(self._work.is_completed())
@@ -143,10 +158,10 @@ class Timed(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         ALL.read_everything()
-        self._work.wait()
+        self.arrive()
         before = ALL.due_with(self)
         for other in before:
-            other._work.wait()  # without the lock: its peers may not have issued it yet
+            other.arrive()  # without the lock: its peers may not have issued it yet
         with ALL.lock:
             for work in (*before, self):
                 work.write()
@@ -247,11 +262,12 @@ class TimedGroup(dist.ProcessGroup):
     Args:
         timing: one of `TIMINGS`.
         seed: of what is drawn.
+        rules: of NCCL.
     """
 
-    def __init__(self, inner: Any, rank: int, size: int, timing: str, seed: int) -> None:
+    def __init__(self, inner: Any, rank: int, size: int, timing: str, seed: int, rules: Rules) -> None:
         super().__init__(rank, size)
-        self.inner, self.timing = inner, timing
+        self.inner, self.timing, self.rules = inner, timing, rules
         self._rank, self._size = rank, size
         self._random = random.Random(seed + rank)
         self._stream: Any = None
@@ -280,19 +296,21 @@ class TimedGroup(dist.ProcessGroup):
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         start: Callable[[list[Tensor]], tuple[Any, Callable[[], list[Tensor]]]],
+        name: str,
     ) -> Timed:
         """
         Args:
             start: takes copies of the inputs as bytes; returns the gloo work, and a function that gives the outputs'
             bytes.
+            name: of the collective, as `Rules.check` returns it.
         """
         kind = self._random.choice([*KINDS]) if self.timing == "random" else self.timing
         work = Timed(self, list(inputs), list(outputs), KINDS[kind](self._random))
-        work.start = start
+        work.start, work.name = start, name
         if not work.when.on_arrival:
             with work.on_stream():
                 for output in outputs:
-                    if not any(_overlap(output, tensor) for tensor in inputs):
+                    if not any(overlap(output, tensor) for tensor in inputs):
                         _spoil(output)
         ALL.add(work)
         return work
@@ -300,47 +318,54 @@ class TimedGroup(dist.ProcessGroup):
     # The collectives -------------------------------------------------------------------------------------------------
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Timed:
+        name = self.rules.check("all_gather", [input], [output], None)
         parts = list(output.view(-1).chunk(self._size))
-        others = [part for rank, part in enumerate(parts) if rank != self._rank or not _overlap(part, input)]
-        keep = [rank for rank in range(self._size) if rank != self._rank or not _overlap(parts[rank], input)]
+        others = [part for rank, part in enumerate(parts) if rank != self._rank or not overlap(part, input)]
+        keep = [rank for rank in range(self._size) if rank != self._rank or not overlap(parts[rank], input)]
 
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             received = [torch.empty_like(copies[0]) for _ in range(self._size)]
             return self.inner.allgather([received], copies), lambda: [received[rank] for rank in keep]
 
-        return self._issue([input], others, start)
+        return self._issue([input], others, start, name)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Timed:
+        name = self.rules.check("all_gather of a list", inputs, outputs[0], None)
+
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             received = [torch.empty_like(copies[0]) for _ in range(self._size)]
             return self.inner.allgather([received], copies), lambda: received
 
-        return self._issue(inputs, outputs[0], start)
+        return self._issue(inputs, outputs[0], start, name)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Timed:
+        name = self.rules.check("reduce_scatter", [input], [output], None)
+
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             terms = torch.empty_like(copies[0])
             work = self.inner.alltoall_base(terms, copies[0], [], [])
             return work, lambda: [_bytes(_sum(terms.view(input.dtype).chunk(self._size)))]
 
-        issued = self._issue([input], [output], start)
-        if _overlap(input, output):  # in place: the contract says nothing about the other ranks' shards afterwards
-            issued.spoiled = [part for part in input.view(-1).chunk(self._size) if not _overlap(part, output)]
+        issued = self._issue([input], [output], start, name)
+        if overlap(input, output):  # in place: the contract says nothing about the other ranks' shards afterwards
+            issued.spoiled = [part for part in input.view(-1).chunk(self._size) if not overlap(part, output)]
         return issued
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, to: list[int] | None, of: list[int] | None, opts: Any = None
     ) -> Timed:
+        name = self.rules.check("all_to_all", [input], [output], None)
+
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             received = _room_for(output)
             into, sent = (_in_bytes(sizes, tensor) for sizes, tensor in ((to, output), (of, input)))
             return self.inner.alltoall_base(received, copies[0], into, sent), lambda: [received]
 
-        return self._issue([input], [output], start)
+        return self._issue([input], [output], start, name)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Timed:
         root = opts.rootRank if opts is not None else 0
-        is_root = root == self._rank
+        is_root, name = root == self._rank, self.rules.check("broadcast", tensors, [], root)
 
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             values = copies if is_root else [_room_for(tensor) for tensor in tensors]
@@ -348,11 +373,11 @@ class TimedGroup(dist.ProcessGroup):
             options.rootRank, options.rootTensor = root, 0
             return self.inner.broadcast(values, options), lambda: [] if is_root else values
 
-        return self._issue(tensors if is_root else [], [] if is_root else tensors, start)
+        return self._issue(tensors if is_root else [], [] if is_root else tensors, start, name)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Timed:
         (tensor,) = tensors
-        is_root = opts.rootRank == self._rank
+        is_root, name = opts.rootRank == self._rank, self.rules.check("reduce", tensors, [], opts.rootRank)
 
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             terms = [torch.empty_like(copies[0]) for _ in range(self._size)] if is_root else []
@@ -361,18 +386,18 @@ class TimedGroup(dist.ProcessGroup):
             work = self.inner.gather([terms] if is_root else [], copies, options)
             return work, lambda: [_bytes(_sum([term.view(tensor.dtype) for term in terms]))] if is_root else []
 
-        return self._issue(tensors, tensors if is_root else [], start)
+        return self._issue(tensors, tensors if is_root else [], start, name)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Timed:
         (tensor,) = tensors
-        operation = _operation(opts)
+        operation, name = _operation(opts), self.rules.check("all_reduce", tensors, [], None)
 
         def start(copies: list[Tensor]) -> tuple[Any, Callable[[], list[Tensor]]]:
             terms = [torch.empty_like(copies[0]) for _ in range(self._size)]
             work = self.inner.allgather([terms], copies)
             return work, lambda: [_bytes(operation([term.view(tensor.dtype) for term in terms]))]
 
-        return self._issue(tensors, tensors, start)
+        return self._issue(tensors, tensors, start, name)
 
     def barrier(self, opts: Any = None) -> Timed:
         return self.allreduce([torch.zeros(1, device="cpu")])
@@ -396,12 +421,6 @@ def _room_for(tensor: Tensor) -> Tensor:
 def _in_bytes(sizes: list[int] | None, tensor: Tensor) -> list[int]:
     of_one = tensor.element_size() * (tensor.numel() // max(tensor.shape[0], 1))
     return [size * of_one for size in sizes or []]
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    begin, end = one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()
-    start, stop = other.data_ptr(), other.data_ptr() + other.numel() * other.element_size()
-    return begin < stop and start < end
 
 
 def _spoil(tensor: Tensor) -> None:
@@ -431,8 +450,8 @@ def _operation(opts: Any) -> Callable[[Sequence[Tensor]], Tensor]:
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> TimedGroup:
     timing, _, seed = os.environ.get("ZEROSHARD_TEST_BACKEND", "late").partition("-")
-    inner = dist.ProcessGroupGloo(store, rank, size, timeout)  # type: ignore[call-arg]
-    return TimedGroup(inner, rank, size, timing, int(seed or 0))
+    inner = dist.ProcessGroupGloo(dist.PrefixStore("data", store), rank, size, timeout)  # type: ignore[call-arg]
+    return TimedGroup(inner, rank, size, timing, int(seed or 0), Rules(store, rank, size, timeout))
 
 
 def register() -> None:

@@ -74,6 +74,11 @@ class MixedPrecision:
         return self.reduce or self.grad
 
     @property
+    def is_sent_narrow(self) -> bool:
+        """Whether terms are sent in another dtype than the one in which they are summed."""
+        return self.wire != self.grad and self.wire.itemsize <= self.grad.itemsize
+
+    @property
     def main_dtype(self) -> torch.dtype:
         """The dtype that the optimizer sees."""
         return self.main if isinstance(self.main, torch.dtype) else torch.float32

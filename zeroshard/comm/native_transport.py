@@ -16,6 +16,8 @@ from zeroshard.layout.sums import carve, in_shards, parts, split_like
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_LARGE = 32 << 20
+"""Bytes of a gather for which NCCL takes the way through a switch, if there is one."""
 
 
 class NativeTransport(Transport):
@@ -30,10 +32,21 @@ class NativeTransport(Transport):
     orders_by_streams = True
 
     def warm_up(self, axes: Sequence[Axis], device: torch.device) -> None:
-        # NCCL creates a communicator in the first collective of a group, and the host waits there for all its ranks:
-        # in the middle of the first backward it would do so in an order that may differ between ranks.
-        for group in dict.fromkeys(axis.group for axis in axes if axis.size > 1):
-            dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True).wait()
+        # [Note: first collectives]
+        # NCCL creates a communicator in the first collective of a group, and makes its connections when they are first
+        # needed: of a tree, of a ring, through a switch (NVLS, which it takes for large tensors), between pairs of
+        # ranks. The host waits there for all ranks of the group. In the middle of the first backward it would do so in
+        # an order that may differ between ranks, and a rank that has to come there may wait for one that is held up.
+        for axis in _different(axes):
+            dist.all_reduce(torch.zeros(1, device=device), group=axis.group, async_op=True).wait()
+            for num_bytes in (axis.size, _LARGE) if device.type == "cuda" else (axis.size,):
+                full = torch.zeros(num_bytes // axis.size * axis.size, dtype=torch.uint8, device=device)
+                _all_gather(full, in_shards(full, axis.size)[axis.rank], group=axis.group, async_op=True).wait()
+
+    def connect_pairs(self, axes: Sequence[Axis], device: torch.device) -> None:
+        for axis in _different(axes):
+            sent = torch.zeros(axis.size, dtype=torch.uint8, device=device)
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=axis.group, async_op=True).wait()
 
     def gather(self, gather: Gather) -> Pending:
         axis, full, moved = gather.axis, gather.full, gather.portions
@@ -108,3 +121,12 @@ class NativeTransport(Transport):
     @staticmethod
     def scratch_bytes(numel: int, num_ranks: int, grad: torch.dtype, wire: torch.dtype, *, in_place: bool) -> int:
         return 0 if wire == grad else 2 * numel * wire.itemsize
+
+
+def _different(axes: Sequence[Axis]) -> list[Axis]:
+    """One axis for each group of more than one rank, in order."""
+    found: dict[dist.ProcessGroup, Axis] = {}
+    for axis in axes:
+        if axis.size > 1:
+            found.setdefault(axis.group, axis)
+    return [*found.values()]

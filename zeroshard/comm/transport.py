@@ -242,6 +242,10 @@ class Transport(ABC):
         """Create the communicators of these axes now, if the first collective of a group would do it. Collective."""
         return None  # connections exist since the group was made
 
+    def connect_pairs(self, axes: Sequence[Axis], device: torch.device) -> None:
+        """The same for the connections that an all-to-all needs: for sums whose terms are sent in a narrower dtype."""
+        return None
+
     def map_peers(self, exchange: Callable[[Any], list[Any]], meet: Callable[[], Any]) -> None:
         """Map what the peers have allocated so far. Collective.
 

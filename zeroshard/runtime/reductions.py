@@ -56,6 +56,9 @@ class Reductions:
         num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         in_flight = 1 if is_alone else min(IN_FLIGHT, len(of_units))
+        if any(unit.spec.precision.is_sent_narrow for unit in grads):
+            axes = collectives.mesh.reduce, collectives.mesh.replicate
+            collectives.transport.connect_pairs(axes, collectives.device)
         self._free_scratch = deque(pool.buffer("scratch", num_bytes, self) for _ in range(in_flight))
         self._of_replicas = pool.buffer("scratch", of_replicas, self)
         # Units of the root have buckets of their own, so a reduction without scratch needs nothing more.
