@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from tests.checkpoint.common import Run
 from tests.failures.common import Ended, Ranks, finish_all, has_ended
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import files
-from zeroshard.comm.positions import Here, Position, Wait, knot
+from zeroshard.comm.blame import describe_knot
+from zeroshard.comm.positions import HERE, Here, Position, Wait, knot
 from zeroshard.comm.whereabouts import SAVES, only_saves
 
 
@@ -161,6 +164,45 @@ def test_a_rank_that_works_alone_for_long_is_waited_for() -> None:
     assert failed.statuses == [1, 1, 1] and "because rank 0 failed: ValueError: nothing to read" in failed.said, failed
 
 
+# On a device, where the host waits for it, and no collective raises -------------------------------------------------
+
+
+def on_a_device(rank: int, mark: Callable[[], Any], case: str) -> None:
+    """Rank 1 does not come. The others wait for their device, as with NCCL: nothing but the end of the process ends
+    that."""
+    zeroshard.init()
+    wait = Wait("exchange 1 of 0-2", HERE.begin("exchange 1 of 0-2"), (0, 1, 2), "a step") if rank != 1 else None
+    forever = threading.Event()
+    if wait is not None:
+        with HERE.waiting(wait, on_device=True):
+            forever.wait()
+    mark()
+    if case != "destroys":
+        os.kill(os.getpid(), signal.SIGSTOP if case == "stops" else signal.SIGCONT)
+        forever.wait()
+    else:  # what it has queued needs the others
+        try:
+            raise ValueError("out of memory")
+        finally:
+            dist.distributed_c10d._world.comms.append(SimpleNamespace(finalize=forever.wait))
+            dist.destroy_process_group()
+
+
+def test_waits_for_a_device_end_before_the_timeout_and_the_culprit_is_named() -> None:
+    """torch's watchdog ended the processes at the timeout of NCCL; the first one was named as the one that had died. A
+    rank that destroyed its group in a `finally` never printed its error."""
+    words = {
+        "stops": r"rank 1 \(process \d+ on .*\) has stopped \(no heartbeat\)",
+        "is elsewhere": r"rank 1 \(process \d+ on .*\) is at test_left_alone.py:\d+",
+        "destroys": r"ranks wait for each other \(deadlock\): .*rank 1 waits in torch.distributed.destroy_process"
+        r"_group, at .*while it handles ValueError: out of memory",
+    }
+    groups = [Ranks(on_a_device, 3, case, timeout=TIMEOUT if case != "destroys" else 600.0) for case in words]
+    for ended, pattern in zip(finish_all(groups), words.values(), strict=True):
+        assert ended.statuses == [1, 1, 1], ended
+        assert re.search(pattern, ended.said), ended.said
+
+
 # Without processes ----------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +229,24 @@ def test_functions_of_torch_distributed_are_part_of_a_knot_if_all_members_wait()
     assert knot({0: gathers, 1: barrier}, {}) == []  # rank 2 may still begin either
     assert knot({0: barrier, 1: barrier, 2: barrier}, {}) == []
     assert knot({1: barrier, 2: barrier}, {0: {}}) == [0, 1]
+
+
+def test_ranks_in_one_exchange_after_different_collectives_never_leave_it() -> None:
+    """On GPUs nothing compares what ranks have begun: they waited for torch's watchdog, and none was named."""
+
+    def here(gathers: int, ranks: tuple[int, ...] = (0, 1, 2), number: int = 4) -> Position:
+        begun = {"all_gather 1 of 0-2": gathers, "exchange 1 of 0-2": 5, "all_gather 2 of 0-2": gathers}
+        return Position(Wait("exchange 1 of 0-2", number, ranks, "a step"), begun)
+
+    apart = {0: here(7), 1: here(7), 2: here(6)}
+    assert knot(apart, {}) == [0, 2]
+    assert knot({0: here(7), 2: here(6)}, {}) == []  # rank 1 may still come
+    assert knot({**apart, 1: here(7, number=3)}, {}) == []
+    assert knot({rank: here(7) for rank in range(3)}, {}) == []  # of another mesh, or a slow network
+    gathers = {rank: at("all_gather 1 of 0-2", 4, **{"all_gather 1 of 0-2": 5 + rank}) for rank in range(3)}
+    assert knot(gathers, {}) == []
+    told = describe_knot([0, 2], apart, {0: "at a.py:1", 2: "at b.py:2"})
+    assert "different collectives (all_gather: rank 0 has begun 7, rank 2 has begun 6)" in told
 
 
 def test_where_a_process_is() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from zeroshard.comm.notices import Beat
-from zeroshard.comm.positions import Position
+from zeroshard.comm.positions import Position, counted
 from zeroshard.comm.processes import Who
 
 GIVING_UP = "giving up"
@@ -136,6 +136,13 @@ def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where
         else:
             some_left = True
             sentences.append(f"rank {rank} has {_LEFT}{_last_seen(where[rank])}")
+    there = {rank: positions[rank] for rank in ranks if rank in positions}
+    if len({(position.wait.key, position.wait.number) for position in there.values()}) == 1 < len(there):
+        for kind in counted(next(iter(there.values()))):
+            had = {rank: counted(position)[kind] for rank, position in there.items()}
+            if len(set(had.values())) > 1:
+                words = ", ".join(f"rank {rank} has begun {count}" for rank, count in had.items())
+                sentences.append(f"they have come there after different collectives ({kind}: {words})")
     text = f"ranks wait for each other (deadlock): {'; '.join(sentences)}. {COLLECTIVE}"
     return f"{text}. {UNEVEN}" if some_left else text
 

@@ -416,7 +416,8 @@ class Collectives:
 @contextmanager
 def _waiting(at: Wait, device: torch.device) -> Iterator[None]:
     # `wait()` of NCCL work returns at once; the host waits for the device inside of this block. The watch must see it.
-    with HERE.waiting(at), nullcontext() if device.type == "cpu" else span("device", kind="wait"):
+    is_apart = device.type != "cpu"
+    with HERE.waiting(at, on_device=is_apart), span("device", kind="wait") if is_apart else nullcontext():
         yield
 
 

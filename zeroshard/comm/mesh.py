@@ -61,7 +61,9 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         backend: "gloo" or "nccl"; by default gloo for CPU tensors and, if an accelerator is available, torch's backend
             for its tensors (NCCL for CUDA, XCCL for XPU).
         timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the waiting ranks
-            (gloo). With NCCL the call cannot raise: torch's watchdog logs the timeout and ends the process.
+            (gloo). With NCCL no call can raise: after nine tenths of it a rank that waits for its device in a step says
+            which rank has not come, and all end. Where it waits in a line of the program (`loss.item()`), torch's
+            watchdog ends its process after the timeout.
 
     If `torch.distributed` is initialised already, its group and timeout are kept. In both cases a watch starts: when a
     rank fails, the other ranks exit within seconds instead of waiting for the timeout.

@@ -29,9 +29,13 @@ LONG_SECONDS = 2.0
 _SYNCHRONISING = {
     *("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
     *("all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter", "reduce_scatter_tensor"),
-    "reduce_scatter_single",
+    *("reduce_scatter_single", "destroy_process_group"),
 }
-"""Functions of torch.distributed that return only when all members of the group have called them."""
+"""Functions of torch.distributed that return only when all members of the group have called them. (With NCCL
+`destroy_process_group` waits for what has been queued. A rank that fails may call it in a `finally`, and its error is
+printed only after that.)"""
+_COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
+"""Kinds of collectives of which all ranks have begun the same number when they come to an exchange among all."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,12 @@ class Here:
     Attributes:
         begun: how many collectives of each kind this rank has begun.
         thread: the thread that has called the model, or begun a collective, last: usually the main thread.
+        device_since: since when it waits for its device, where no error of a collective can end the wait; else None.
     """
 
     begun: Counter[str] = field(default_factory=Counter)
     thread: int = 0
+    device_since: float | None = None
     _wait: Wait | None = None
     _since: float = 0.0
     _meshes: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -123,12 +129,15 @@ class Here:
         self._wait, self._since = before
 
     @contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
-        before = self.begin_wait(wait)
+    def waiting(self, wait: Wait, *, on_device: bool = False) -> Iterator[None]:
+        """`on_device`: see `device_since`."""
+        before, since = self.begin_wait(wait), self.device_since
+        self.device_since = self._since if on_device else since
         try:
             yield
         finally:
             self.end_wait(before)
+            self.device_since = since
 
     @property
     def wait(self) -> Wait | None:
@@ -168,7 +177,29 @@ def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]
         path = _way_back(rank, needs)
         if path:
             return sorted(path)
+    return _apart(positions)
+
+
+def _apart(positions: Mapping[int, Position]) -> list[int]:
+    """Two ranks that have begun different numbers of collectives of one kind, and wait in the same exchange, as all
+    ranks do: on a device, where nothing compares what ranks have begun, it never ends."""
+    waits = {(position.wait.key, position.wait.number): position.wait for position in positions.values()}
+    for (key, number), wait in waits.items():
+        there = {rank: positions[rank] for rank in wait.ranks if rank in positions}
+        are_here = all((one.wait.key, one.wait.number) == (key, number) for one in there.values())
+        if not key.startswith("exchange ") or len(there) < len(wait.ranks) or not are_here:
+            continue
+        first = wait.ranks[0]
+        for rank, position in there.items():
+            if counted(position) != counted(there[first]):
+                return sorted([first, rank])
     return []
+
+
+def counted(position: Position) -> dict[str, int]:
+    """Kind -> how many collectives of that kind a rank has begun on the mesh for which it waits."""
+    mesh = position.wait.key.partition(" ")[2]
+    return {kind: position.begun.get(f"{kind} {mesh}", 0) for kind in _COUNTED}
 
 
 def _way_back(start: int, needs: Mapping[int, Sequence[int]]) -> list[int]:
@@ -213,8 +244,11 @@ def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | Non
         code = frame.f_code
         # Found on the stack, so that torch need not be patched to see collectives that are not the engine's.
         if code.co_name in _SYNCHRONISING and code.co_filename.endswith("distributed_c10d.py"):
-            group = frame.f_locals.get("group")
-            ranks = dist.get_process_group_ranks(group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD)
+            found = frame.f_locals.get("group")
+            group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
+            if group is None:  # it has been destroyed
+                return None, None
+            ranks = dist.get_process_group_ranks(group)
             text = f"torch.distributed.{code.co_name}"
             return Wait(text, -1, tuple(ranks), text), frame
         frame = frame.f_back

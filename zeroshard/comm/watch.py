@@ -53,6 +53,9 @@ PATIENCE_SECONDS = 1.0
 """How long a rank that is about to exit waits for an answer of the store."""
 LEAVING_SECONDS = 10.0
 """How long a rank whose work is done waits until the store has taken that down: without it, it is reported as dead."""
+BEFORE_TIMEOUT = 0.9
+"""The part of the timeout for which a rank waits for its device: after all of it, the watchdog of torch would end the
+process, and name no rank."""
 FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
@@ -216,6 +219,12 @@ class Watch:
         self._ask(self._notices.has_looked, None)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
+    def lost_in_wait(self, error: BaseException | None = None) -> LostPeer:
+        """As `what_happened`, with what this rank waits for."""
+        wait, lost = HERE.wait, self.what_happened(error)
+        text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
+        return LostPeer(text, lost.cause, lost.found)
+
     def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
         """Wait until each of these ranks has called this `number` times, as long as the missing ones send heartbeats.
 
@@ -310,6 +319,12 @@ class Watch:
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)
+            since = HERE.device_since
+            if since is not None and time.monotonic() - since > BEFORE_TIMEOUT * self._heart.pace.timeout:
+                # Only asks its own line, and with patience: see `_ask`.
+                error = self.lost_in_wait()
+                self.report(error, None)
+                self.leave(error)
             if self.line.gone or self.bell.gone:  # the launcher, or rank 0, held the store and has ended
                 if has_one_launcher(self.world_size):
                     self._end(Cause(None, "is gone"))
@@ -459,10 +474,7 @@ def explain(error: BaseException) -> LostPeer | None:
     rank has no watch, or the error is its own."""
     if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
         return None
-    lost = _current.what_happened(error)
-    wait = HERE.wait
-    text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
-    return LostPeer(text, lost.cause, lost.found)
+    return _current.lost_in_wait(error)
 
 
 def where_is(rank: int) -> str:
