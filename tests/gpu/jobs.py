@@ -38,6 +38,14 @@ def partly_frozen() -> nn.Module:
     return model
 
 
+def partly_counting() -> nn.Module:
+    """The same, for exact sums: over NCCL each portion has a `reduce` and a `broadcast` of its own."""
+    model = Counting()
+    model.left.requires_grad_(False)
+    model.right.bias.requires_grad_(False)
+    return model
+
+
 JOBS: dict[str, Job] = {
     "fp32": Job(),
     "bf16, 3 micro-batches": Job(precision="bf16", micro_batches=3, main=True),
@@ -60,7 +68,7 @@ EXACT: dict[str, Job] = {
         reduce_every_micro_batch=True,
     )
     for precision in ("fp32", "bf16")
-}
+} | {"partly frozen, exact": Job(model=partly_counting, loss_of=loss_of_integers, units=1 << 20)}
 """Gradients are integers, so sums are exact in any order: NCCL may choose one."""
 
 FEW = ("fp32", "bf16 with remainder", "whole parameters (Muon)")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tests.gpu import around_steps, compiled, correct, costs, habits, libraries
+from tests.gpu import around_steps, compiled, correct, costs, habits, libraries, several_gpus
 from tests.gpu.checks import Checks, Setting, Skip
 
 FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
@@ -21,6 +21,9 @@ FUNCTIONS: dict[str, Callable[[Checks, Setting], None]] = {
     "memory": costs.memory,
     "sharing": correct.sharing,
     "several": correct.several,
+    "several-values": several_gpus.values,
+    "several-ends": several_gpus.ends,
+    "several-costs": several_gpus.costs,
     "checkpoint": around_steps.checkpoint,
     "park": around_steps.park,
     "join": around_steps.join,
