@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests import nccl_rules
+from tests.kit import DEVICE
 from tests.timed_backend import timed_ranks
 from zeroshard.testing import RankError, run_ranks
 
@@ -152,3 +153,49 @@ def test_ranks_are_connected_before_the_first_backward(
         found = run_ranks(train_adapters, 2, plan, precision, timeout=100)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+# Frozen units of any dtype --------------------------------------------------------------------------------------------
+
+DTYPES = [torch.int16, torch.uint16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu]
+
+
+class Coded(nn.Module):
+    """Codes that do not train, and scales that do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        codes = 2 ** torch.randint(-3, 4, (8, 8), generator=torch.Generator().manual_seed(0)).float()
+        self.codes = nn.Parameter((codes > 1) if dtype == torch.bool else codes.to(dtype), requires_grad=False)
+        self.scales = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.codes.float() * self.scales
+
+
+def train_codes(rank: int, dtype: torch.dtype, plan: str | None) -> tuple[list[float], Tensor]:
+    model = nn.Sequential(*(Coded(dtype) for _ in range(3))).to(DEVICE)
+    handle = zeroshard.shard(model, plan, units=Coded) if plan is not None else None  # type: ignore[arg-type]
+    optimizer: Any = torch.optim.SGD([layer.scales for layer in model], lr=1e-6)  # type: ignore[misc]
+    if handle is not None:
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1e-6)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8, device=DEVICE)).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = model.state_dict() if handle is None else handle.full_state_dict()
+    return losses, state["1.codes"].float().cpu()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_frozen_values_of_any_dtype_are_gathered(dtype: torch.dtype) -> None:
+    """NCCL has no 16-bit integers and not every 8-bit float: the first gather raised. bool was refused everywhere."""
+    (plain,) = run_ranks(train_codes, 1, dtype, None)
+    for plan in ("zero2", "zero3"):
+        with timed_ranks("apart"):
+            for losses, codes in run_ranks(train_codes, 2, dtype, plan):
+                torch.testing.assert_close(losses, plain[0])
+                assert torch.equal(codes, plain[1])

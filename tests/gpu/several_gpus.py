@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.comm.test_nccl_rules import Adapters, is_unit
+from tests.comm.test_nccl_rules import Adapters, is_unit, train_codes
 from tests.gpu.around_steps import Training
 from tests.gpu.checks import Checks, Setting, Skip, run_python
 from tests.gpu.jobs import Matrices
@@ -59,6 +59,9 @@ def values(checks: Checks, setting: Setting) -> None:
             checks.expect(f"{name}, {plan}: the same on all ranks", all(same_bits(one, found[0]) for one in found))
         other = ranks(_plain, 1, model, loss_of, num_ranks - 1)[0]
         checks.expect(f"{name}: with one rank less, others (control)", _distance(other, truth) > bound)
+    (alone,) = ranks(train_codes, 1, torch.int16, None)
+    codes = [torch.equal(found[1], alone[1]) for found in ranks(train_codes, num_ranks, torch.int16, "zero3")]
+    checks.expect("frozen integers of 16 bits, which NCCL does not have, are gathered", all(codes))
     few = max(num_ranks // 2, 1)
     for saved, loaded in ((PLANS[3], PLANS[1]), (PLANS[0], PLANS[3])):
         folder = setting.folder / f"{saved} to {loaded}"

@@ -13,6 +13,7 @@ from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum, Transport
 from zeroshard.layout.sums import carve, in_shards, parts, split_like
+from zeroshard.precision import FLOATS
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -51,6 +52,8 @@ class NativeTransport(Transport):
     def gather(self, gather: Gather) -> Pending:
         axis, full, moved = gather.axis, gather.full, gather.portions
         if moved.is_whole:
+            if full.dtype not in FLOATS:  # a frozen unit may have any dtype; NCCL has no 16-bit integers, for example
+                full = full.view(torch.uint8)
             own = in_shards(full, axis.size)[axis.rank]
             return Pending(self, [_all_gather(full, own, group=axis.group, async_op=True)])
         works = [

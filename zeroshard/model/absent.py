@@ -184,7 +184,9 @@ class Absent:
     bring: Callable[[], None]
 
     def __init__(self, unit: str, slots: Sequence[Slot], like: Tensor) -> None:
-        value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
+        value: float = 0
+        if like.dtype != torch.bool:
+            value = torch.nan if like.is_floating_point() or like.is_complex() else torch.iinfo(like.dtype).min
         scalars = torch.full((len(slots),), value, dtype=like.dtype, device=like.device)
         self._storage = scalars.untyped_storage()._cdata
         self._views = [scalar.expand(slot.shape) for scalar, slot in zip(scalars, slots, strict=True)]
