@@ -155,6 +155,33 @@ def test_ranks_are_connected_before_the_first_backward(
         torch.testing.assert_close(mine, theirs)
 
 
+# Calls of one rank alone ----------------------------------------------------------------------------------------------
+
+
+def called_alone(rank: int, call: str) -> str:
+    torch.manual_seed(0)
+    model = Adapters()
+    handle = zeroshard.shard(model, "zero3", units=Adapted)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    model(torch.ones(1, 8), True).sum().backward()
+    alone: dict[str, Callable[[], Any]] = {
+        "full_state_dict": handle.full_state_dict,
+        "gradient": lambda: handle.gradient("blocks.0.first.weight"),
+        "unsharded": lambda: handle.unsharded().__enter__(),
+    }
+    with pytest.raises(RuntimeError, match="the ranks are at different places: rank 0 at ") as caught:
+        (alone[call] if rank == 0 else optimizer.step)()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["full_state_dict", "gradient", "unsharded"])
+def test_a_gather_that_one_rank_alone_asks_for_is_found(call: str) -> None:
+    """Nothing is announced over NCCL: the gather met the sum of the other ranks' step."""
+    with timed_ranks("apart"):
+        first, second = run_ranks(called_alone, 2, call, timeout=60)
+    assert first == second and "at all_gather of unit" in first and "rank 1 at a step" in first
+
+
 # Frozen units of any dtype --------------------------------------------------------------------------------------------
 
 DTYPES = [torch.int16, torch.uint16, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e8m0fnu]

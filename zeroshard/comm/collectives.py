@@ -23,7 +23,7 @@ from zeroshard.comm.alike import are_alike, as_terms
 from zeroshard.comm.chain import Beside, Chain, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
 from zeroshard.comm.mesh import Axis, Mesh
-from zeroshard.comm.messages import Messages, label
+from zeroshard.comm.messages import ON_REQUEST, Messages, label
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.packets import (
@@ -161,6 +161,8 @@ class Collectives:
         look = partial(self.samples.take, self.samples.next_number(of_mean=of_mean), unit, full)
         if axis.size == 1 or not full.numel():
             return Pending().then(look)
+        if phase in ON_REQUEST and not self.transport.announces:
+            self._meet(at.text)  # else a call of one rank alone never ends, or takes what the others sum for weights
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
@@ -301,15 +303,12 @@ class Collectives:
 
         Args, Raises: as `add_up`.
         """
-        at = self._begin_exchange(what)
         data = row.detach().contiguous().view(torch.uint8)
-        self._meet(what, data.numel(), at)
-        return self._from_all(data, at).view(row.dtype)
+        return self._from_all(data, self._meet(what, data.numel())).view(row.dtype)
 
     def exchange_objects(self, value: Any, what: str = SOME_EXCHANGE) -> list[Any]:
         """A JSON-able value of every rank of the mesh, in rank order, on all of them. `what`: as above."""
-        at = self._begin_exchange(what)
-        self._meet(what, 0, at)
+        at = self._meet(what)
         text = json.dumps(value).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         packet = torch.zeros(8 + ROOM_BYTES, dtype=torch.uint8, device="cpu")
@@ -328,12 +327,13 @@ class Collectives:
         self._expect_followed(what)
         return self._begin("exchange", self.mesh.world, what)
 
-    def _meet(self, what: str, num_bytes: int, at: Wait) -> None:
-        """Raises if the ranks are not in the same exchange."""
+    def _meet(self, what: str, num_bytes: int = 0) -> Wait:
+        """Begin an exchange. Raises if the ranks are not in the same one."""
         # Every exchange begins with one packet of the same size. So its sum always completes, and a rank that is in
         # another exchange is found before bytes of two different exchanges are mixed.
-        nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        at, nothing = self._begin_exchange(what), torch.empty(0, dtype=torch.int64, device=self.device)
         self._met(what, num_bytes, self._start_sum(pack(what, num_bytes, nothing), at), at)
+        return at
 
     def _met(self, what: str, num_bytes: int, packet: Reading, at: Wait) -> Tensor:
         """The sums of the numbers in a packet, [ROOM]. Raises if the ranks are not in the same exchange."""

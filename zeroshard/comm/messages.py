@@ -45,17 +45,17 @@ _WORDS = struct.Struct("=6q")
 """An announcement: the location (4 words), a number of bytes, and what it is about."""
 _READ, _IN_DOUBT = b"\0", b"\1"
 
-_ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
+ON_REQUEST = {"unshard": "its weights, which a call has asked for", "state": "the optimizer's state"}
 
 
 def labels(unit: str) -> list[str]:
     """All labels of one unit."""
-    return [label(unit, phase) for phase in ("", *_ON_REQUEST)]
+    return [label(unit, phase) for phase in ("", *ON_REQUEST)]
 
 
 def label(unit: str, phase: str = "") -> str:
     """The name of an exchange in a message: the unit, and what a call has asked for ("" is training itself)."""
-    return f"unit {unit}{f' ({_ON_REQUEST[phase]})' if phase in _ON_REQUEST else ''}"
+    return f"unit {unit}{f' ({ON_REQUEST[phase]})' if phase in ON_REQUEST else ''}"
 
 
 class Note(Protocol):

@@ -30,6 +30,7 @@ class NativeTransport(Transport):
     """
 
     name = "native"
+    announces = False
     orders_by_streams = True
 
     def warm_up(self, axes: Sequence[Axis], device: torch.device) -> None:

@@ -159,6 +159,7 @@ class Transport(ABC):
 
     Attributes:
         name: for `plan_memory`.
+        announces: whether ranks announce which exchange they begin, and compare that.
         orders_by_streams: whether, on an accelerator, a wait makes only the current stream wait, and not the host.
         reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and this
             rank must not write to what it gave before the peers have read it.
@@ -169,6 +170,7 @@ class Transport(ABC):
     """
 
     name: ClassVar[TransportName]
+    announces: ClassVar[bool] = True
     reads_peers: ClassVar[bool] = False
     lays_side_by_side: ClassVar[bool] = False
     orders_by_streams: ClassVar[bool] = False
