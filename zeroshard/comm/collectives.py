@@ -162,7 +162,8 @@ class Collectives:
         if axis.size == 1 or not full.numel():
             return Pending().then(look)
         if phase in ON_REQUEST and not self.transport.announces:
-            self._meet(at.text)  # else a call of one rank alone never ends, or takes what the others sum for weights
+            # Else a call of one rank alone never ends, or takes what the others sum for weights.
+            self._meet(at.text, phase=phase)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
         gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
@@ -327,12 +328,12 @@ class Collectives:
         self._expect_followed(what)
         return self._begin("exchange", self.mesh.world, what)
 
-    def _meet(self, what: str, num_bytes: int = 0) -> Wait:
+    def _meet(self, what: str, num_bytes: int = 0, phase: str = "step") -> Wait:
         """Begin an exchange. Raises if the ranks are not in the same one."""
         # Every exchange begins with one packet of the same size. So its sum always completes, and a rank that is in
         # another exchange is found before bytes of two different exchanges are mixed.
         at, nothing = self._begin_exchange(what), torch.empty(0, dtype=torch.int64, device=self.device)
-        self._met(what, num_bytes, self._start_sum(pack(what, num_bytes, nothing), at), at)
+        self._met(what, num_bytes, self._start_sum(pack(what, num_bytes, nothing), at, phase), at)
         return at
 
     def _met(self, what: str, num_bytes: int, packet: Reading, at: Wait) -> Tensor:
@@ -345,12 +346,12 @@ class Collectives:
             raise problem
         return sums[PACKET - ROOM :]
 
-    def _start_sum(self, numbers: Tensor, at: Wait) -> Reading:
+    def _start_sum(self, numbers: Tensor, at: Wait, phase: str = "step") -> Reading:
         """Start to sum over all ranks. Overwrites `numbers`."""
         world, transport = self.mesh.world, self.transport
         if world.size > 1:
             sent = transport.sent_to_add_up(numbers.nbytes, world.size)
-            flight = self.log.start("exchange", "control", "step", sent, common=numbers.nbytes)
+            flight = self.log.start("exchange", "control", phase, sent, common=numbers.nbytes)
             with profiled("exchange", "control"):
                 pending = transport.add_up(world, numbers).at_place(at, flight)
             pending.wait()
