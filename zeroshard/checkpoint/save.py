@@ -45,7 +45,7 @@ from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, wh
 from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.profiling import phase
-from zeroshard.comm.together import tell_together
+from zeroshard.comm.together import tell_together, together
 from zeroshard.comm.whereabouts import SAVES
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
@@ -176,10 +176,7 @@ def on_all_ranks(
 
 def work_on_all_ranks(engine: Engine, what: str, work: Callable[[], T]) -> T:
     """Like `on_all_ranks`, without exchanging values, so that the exchange does not grow with the number of ranks."""
-    told = tell_together(
-        engine.collectives, what, lambda: (work(), None), errors=(CheckpointError,), patient=True, tell=False
-    )
-    return told[0]
+    return together(engine.collectives, what, work, errors=(CheckpointError,), patient=True)
 
 
 @dataclass(frozen=True)

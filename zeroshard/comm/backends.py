@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -145,7 +145,7 @@ def expect_usable(group: dist.ProcessGroup, device: torch.device) -> None:
     if names <= {"gloo"} or moves_nothing(group) or dist.get_world_size(group) == 1:
         problem = _not_current(device)
     else:
-        problem = _judged_by_first(group, [device.type, _hardware(device), _not_current(device)], _shared_or_mixed)
+        problem = _judged_by_first(group, [device.type, _hardware(device), _not_current(device)])
     if problem:
         raise InvalidValue(problem)
 
@@ -192,11 +192,9 @@ def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
     return ""
 
 
-def _judged_by_first(
-    group: dist.ProcessGroup, own: Sequence[str], judge: Callable[[Sequence[tuple[str, ...]]], str]
-) -> str:
-    """What `judge` returns for the values of all ranks, in rank order. Rank 0 of the group calls it and writes the
-    result for the others. (If every rank read the values of all ranks, the store would serve n * n reads.)"""
+def _judged_by_first(group: dist.ProcessGroup, own: Sequence[str]) -> str:
+    """`_shared_or_mixed` of the values of all ranks. Rank 0 of the group calls it and writes the result for the others.
+    (If every rank read the values of all ranks, the store would serve n * n reads.)"""
     rank, store = dist.get_rank(group), PrefixStore("zeroshard/devices", _get_process_group_store(group))
     # Not a collective of the group: NCCL would create a communicator on whatever devices are current, and these may be
     # wrong.
@@ -205,5 +203,5 @@ def _judged_by_first(
     store.set(f"{number}-{rank}", json.dumps(own))
     if rank == 0:
         found = store.multi_get([f"{number}-{other}" for other in range(dist.get_world_size(group))])
-        store.set(f"{number}-problem", json.dumps(judge([tuple(json.loads(data)) for data in found])))
+        store.set(f"{number}-problem", json.dumps(_shared_or_mixed([tuple(json.loads(data)) for data in found])))
     return str(json.loads(store.get(f"{number}-problem")))

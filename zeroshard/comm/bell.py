@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
-from zeroshard.comm.found import holder_of
+from zeroshard.comm.found import holder_of, without_prefixes
 from zeroshard.comm.store_line import Closed
 from zeroshard.errors import TookTooLong
 
@@ -105,9 +105,7 @@ def _settle(result: Future[Any], error: BaseException) -> None:
 
 def can_wait(store: Any) -> bool:
     """Whether the store has a blocking wait that ends as soon as the key is set."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return isinstance(store, TCPStore)
+    return isinstance(without_prefixes(store), TCPStore)
 
 
 class Bell:

@@ -27,7 +27,6 @@ from zeroshard.comm.messages import ON_REQUEST, Messages, label
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.packets import (
-    PACKET,
     ROOM,
     ROOM_BYTES,
     Elsewhere,
@@ -37,6 +36,7 @@ from zeroshard.comm.packets import (
     head_of,
     is_one_place,
     number_of,
+    numbers_in,
     on_device,
     pack,
     to_device,
@@ -279,7 +279,7 @@ class Collectives:
         reading = self._start_sum(pack(what, numbers.nbytes, numbers[:ROOM]), at)
 
         def read() -> Tensor:
-            sums, rest = self._met(what, numbers.nbytes, reading, at)[: numbers.numel()], numbers[ROOM:]
+            sums, rest = numbers_in(self._met(what, numbers.nbytes, reading, at), numbers.numel()), numbers[ROOM:]
             return torch.cat([sums, self._read(self._start_sum(rest.clone(), at), at)]) if rest.numel() else sums
 
         return Unread(reading.on_device, read)
@@ -337,14 +337,14 @@ class Collectives:
         return at
 
     def _met(self, what: str, num_bytes: int, packet: Reading, at: Wait) -> Tensor:
-        """The sums of the numbers in a packet, [ROOM]. Raises if the ranks are not in the same exchange."""
+        """The sum of the packets, on the host. Raises if the ranks are not in the same exchange."""
         sums = self._read(packet, at)
         if not is_one_place(sums):
             heads = self._from_all(to_device(head_of(what, num_bytes), self.device), at)
             problem = differences(to_host(heads), self.mesh.world.ranks)
             self.messages.failed |= isinstance(problem, Elsewhere)  # the ranks no longer expect the same messages
             raise problem
-        return sums[PACKET - ROOM :]
+        return sums
 
     def _start_sum(self, numbers: Tensor, at: Wait, phase: str = "step") -> Reading:
         """Start to sum over all ranks. Overwrites `numbers`."""

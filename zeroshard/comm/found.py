@@ -59,11 +59,21 @@ def is_refused(address: str, port: int) -> bool:
     return False
 
 
-def port_of(store: Any) -> int | None:
-    """That of a TCPStore; None for other stores."""
+def without_prefixes(store: Any) -> Any:
+    """The store to which a `PrefixStore`, or several, one in the other, pass their calls; any other store itself."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "port", None)
+    return store
+
+
+def port_of(store: Any) -> int | None:
+    """That of a TCPStore; None for other stores."""
+    return getattr(without_prefixes(store), "port", None)
+
+
+def launcher_holds_store() -> bool:
+    """Whether torch's elastic launcher holds the store, not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def stopped_of_this_job() -> dict[int, Who]:

@@ -109,8 +109,7 @@ class Announcement:
         return Location(*self.words(rank)[:4])
 
     def arrive(self) -> None:
-        # Remove a work before waiting for it, so that an error cannot lead to a second wait: each wait for a gloo
-        # message consumes one completion, and a second wait for the same work would last until the timeout.
+        # Removed before the wait, as in `NoteByGloo.wait`: an error must not lead to a second one.
         while self.works:
             self.works.pop().wait()
 

@@ -58,7 +58,7 @@ def is_one_place(sums: Tensor) -> bool:
 
 
 def numbers_in(sums: Tensor, count: int) -> Tensor:
-    """The sums of the numbers, [count], in a sum of packets."""
+    """The sums of the numbers in a sum of packets: the first `count`, or as many as there are."""
     return sums[WIDTH : WIDTH + count]
 
 

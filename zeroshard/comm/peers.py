@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch._C._distributed_c10d import Store
 
 from zeroshard.comm.blame import OUTSIDE, Seen, blame, describe_knot
-from zeroshard.comm.found import holder_of, port_of, stopped_of_this_job, wake
+from zeroshard.comm.found import holder_of, launcher_holds_store, port_of, stopped_of_this_job, wake
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.positions import Position, knot
 from zeroshard.comm.processes import Who
@@ -146,7 +146,7 @@ class Peers:
         """The process of rank 0, if that rank held the store and has ended. Its connections may still be open: workers
         that it has forked (a DataLoader's) have inherited them, and take seconds to notice the end of their parent."""
         who = self.neighbours.get(0)
-        return who if not _is_launcher_s() and who is not None and who.state == "ended" else None
+        return who if not launcher_holds_store() and who is not None and who.state == "ended" else None
 
     def note_stopped(self, store: object) -> None:
         """Remember who is stopped now, while the store does not answer. Asks no other process."""
@@ -156,7 +156,7 @@ class Peers:
     def _find_holder(self, store: object) -> Who | None:
         """The process of this host that holds the store; it may have stopped before it could tell that it is rank 0."""
         holder, is_at = holder_of(store), os.environ.get("MASTER_PORT")
-        if holder is not None and 0 not in self._who and not _is_launcher_s() and str(port_of(store)) == is_at:
+        if holder is not None and 0 not in self._who and not launcher_holds_store() and str(port_of(store)) == is_at:
             self._know({0: holder})
         return holder
 
@@ -169,13 +169,8 @@ class Peers:
         if ended := self.holder_ended:
             return f"rank 0 ({ended}), which held it, has ended"
         if holder is not None:
-            name = "the launcher" if _is_launcher_s() else "rank 0" if self._who.get(0) == holder else "a process"
+            name = "the launcher" if launcher_holds_store() else "rank 0" if self._who.get(0) == holder else "a process"
             stops = "has stopped" if holder.state == "stopped" else "runs now: it may have been stopped for a while"
             return f"{name} ({holder}), which holds it, {stops}"
         network = f"the network between {self.me.name} and its host, or that host itself"
         return f"{network}, is the likely cause, not a process"
-
-
-def _is_launcher_s() -> bool:
-    """Whether torch's elastic launcher holds the store, not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -363,7 +363,7 @@ class Pipes:
         self._files.clear()
 
     def _expect_original(self) -> None:
-        if os.getpid() != self._pid:
+        if self.is_forked_copy:
             raise InvalidState(
                 "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever "
                 "gathers, reduces or steps in the rank itself, not in a DataLoader worker or another forked process"

@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.common import Common
 from zeroshard.comm.shared_transport import SharedTransport
-from zeroshard.comm.together import in_words, tell_together, together
+from zeroshard.comm.together import tell_together, together
 
 
 def lay_side_by_side(
-    collectives: Collectives, sizes: Sequence[int], what: str, words: Callable[[Exception], str] = in_words
+    collectives: Collectives, sizes: Sequence[int], what: str, words: Callable[[Exception], str]
 ) -> list[Common | None]:
     """Common memory for full buffers of so many bytes. None for an empty one, and for all if ranks do not share memory.
     Collective. It takes no memory before it is written to.

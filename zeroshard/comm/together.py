@@ -26,20 +26,30 @@ def in_words(error: BaseException) -> str:
 
 
 def together(
-    collectives: Collectives, what: str, work: Callable[[], T], *, words: Words = in_words, patient: bool = False
+    collectives: Collectives,
+    what: str,
+    work: Callable[[], T],
+    *,
+    errors: Errors = (InvalidValue,),
+    words: Words = in_words,
+    patient: bool = False,
 ) -> T:
     """Run `work` on every rank, and return its result. Collective.
 
     Args:
         what: the call, for the message.
+        errors: classes that are raised unchanged; other errors become the first of these.
         words: turns an error into text.
         patient: True if one rank may work much longer than the others: they wait as long as it sends heartbeats.
 
     Raises:
-        ValueError: on all ranks, if `work` has raised on any: the text of the first failed rank, and its number unless
-            all ranks failed with the same text.
+        one of `errors`: on all ranks, if `work` has raised on any: the text of the first failed rank, and its number
+            unless all ranks failed with the same text.
     """
-    return tell_together(collectives, what, lambda: (work(), None), words=words, patient=patient, tell=False)[0]
+    result, _ = tell_together(
+        collectives, what, lambda: (work(), None), errors=errors, words=words, patient=patient, tell=False
+    )
+    return result
 
 
 def tell_together(
@@ -57,11 +67,8 @@ def tell_together(
 
     Args:
         tell: False: values are not exchanged, and the returned list is empty.
-        errors: classes that are raised unchanged; other errors become the first of these.
-        what, words, patient: as of `together`.
 
-    Raises:
-        one of `errors`: on all ranks, if `work` has raised on any.
+    Other arguments and errors: as of `together`.
     """
     problem, told, failure = None, None, None
     try:

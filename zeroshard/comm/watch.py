@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
 from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
+from zeroshard.comm.found import launcher_holds_store, without_prefixes
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
@@ -572,9 +573,7 @@ _excepthook, _thread_excepthook = _Excepthook(), _ThreadExcepthook()
 def has_one_launcher(world_size: int) -> bool:
     """Whether one launcher of torch elastic has started all ranks, on this machine, and holds the store. Then the store
     outlives the ranks, unless the launcher fails."""
-    environment = os.environ
-    of_launcher = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return of_launcher and environment.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return launcher_holds_store() and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def interrupt_gloo() -> None:
@@ -591,8 +590,7 @@ def interrupt_gloo() -> None:
 
 def _address(store: Any) -> str:
     """For messages: " at host:port" for a TCPStore, "" for other stores."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = without_prefixes(store)
     return f" at {store.host}:{store.port}" if hasattr(store, "port") else ""
 
 
