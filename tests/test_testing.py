@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.kit import Job, same_bits, train, train_reference
 from tests.patience import AT_ONCE
-from zeroshard.comm import mesh
+from zeroshard.comm import joining
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -115,7 +115,7 @@ def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -
         join = dist.init_process_group
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(mesh, "accelerator", lambda: ("cuda", "nccl"))
+        monkeypatch.setattr(joining, "accelerator", lambda: ("cuda", "nccl"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1])

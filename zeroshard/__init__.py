@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard import checkpoint, errors, planner, planning, testing
 from zeroshard.checkpoint import CheckpointError, load, prune, save, verify
-from zeroshard.comm.mesh import init
+from zeroshard.comm.joining import init
 from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.watch import LostPeer, abort, abort_on_error
 from zeroshard.errors import Error

@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, travelling
 from tests.timed_backend import TimedGroup, timed_ranks
-from zeroshard.comm import backends
-from zeroshard.comm import mesh as meshes
-from zeroshard.comm.mesh import launched
+from zeroshard.comm import backends, groups, joining
+from zeroshard.comm.joining import launched
+from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -154,13 +154,13 @@ def test_a_group_of_some_ranks_is_not_split_off(
         seen.append(str(default.bound_device_id))
         raise KeyError
 
-    monkeypatch.setattr(meshes, "_default_group", lambda: default)
-    monkeypatch.setattr(meshes, "timeout_of", lambda group, device: timedelta(seconds=1))
+    monkeypatch.setattr(groups, "default_group", lambda: default)
+    monkeypatch.setattr(groups, "timeout_of", lambda group, device: timedelta(seconds=1))
     for name, value in {"get_world_size": 4, "get_backend_config": "cuda:nccl"}.items():
         monkeypatch.setattr(dist, name, lambda *args, value=value: value)
     monkeypatch.setattr(dist, "new_group", new_group)
     with suppress(KeyError):
-        meshes._new_group(ranks, default, torch.device("cuda", 0))  # type: ignore[arg-type]
+        groups.new_group(ranks, default, torch.device("cuda", 0))  # type: ignore[arg-type]
     assert seen == [expected] and str(default.bound_device_id) == "cuda:0"
 
 
@@ -181,25 +181,25 @@ def on_machine_with(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> d
 
 def test_init_binds_the_group_to_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     given = on_machine_with(monkeypatch, "cuda", 4)
-    meshes._join(None, timedelta(seconds=7))
+    joining._join(None, timedelta(seconds=7))
     assert given["backend"] == "cpu:gloo,cuda:nccl" and given["index"] == 3
     assert given["device_id"] == torch.device("cuda", 3) and given["timeout"] == timedelta(seconds=7)
     assert given["pg_options"].is_high_priority_stream and given["pg_options"]._timeout == timedelta(seconds=7)
     given.clear()
-    meshes._join("gloo", timedelta(seconds=7))
+    joining._join("gloo", timedelta(seconds=7))
     assert not {"device_id", "pg_options"} & given.keys()
 
 
 def test_init_takes_the_only_device_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under Slurm with --gpus-per-task=1, and under Ray: it was "invalid device ordinal"."""
     given = on_machine_with(monkeypatch, "cuda", 1)
-    meshes._join(None, timedelta(seconds=7))
+    joining._join(None, timedelta(seconds=7))
     assert given["index"] == 0 and given["device_id"] == torch.device("cuda", 0)
     given = on_machine_with(monkeypatch, "cuda", 2)
     with pytest.raises(
         ValueError, match="LOCAL_RANK is 3, and this process sees 2 cuda devices: start at most 2 ranks"
     ):
-        meshes._join(None, timedelta(seconds=7))
+        joining._join(None, timedelta(seconds=7))
     assert not given
 
 
@@ -237,10 +237,10 @@ def test_two_ranks_on_one_gpu_are_told_which(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     words = "invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"
     with pytest.raises(ValueError, match="ranks 0 and 1 use the same GPU: set LOCAL_RANK"):
-        meshes._join(None, timedelta(seconds=7))
+        joining._join(None, timedelta(seconds=7))
     words = "unhandled system error"
     with pytest.raises(dist.DistBackendError, match=words):
-        meshes._join(None, timedelta(seconds=7))
+        joining._join(None, timedelta(seconds=7))
 
 
 def timeouts_on_two_axes(rank: int) -> list[list[float]]:
@@ -248,7 +248,7 @@ def timeouts_on_two_axes(rank: int) -> list[list[float]]:
     mesh = init_device_mesh("cpu", (2, 2))
     found = [[backends.timeout_of(mesh.get_group(axis), device).total_seconds()] for axis in range(2)]
     for given in (mesh, dist.new_group([0, 1, 2, 3], timeout=own), dist.new_group([0, 1, 2, 3])):
-        of = meshes.Mesh.of(given, device).with_two_ways()
+        of = Mesh.of(given, device).with_two_ways()
         axes = (of.world, of.shard, of.replicate, of.reduce)
         groups = [group for axis in axes for group in (axis.group, axis.downward) if group is not None]
         found.append([backends.timeout_of(group, device).total_seconds() for group in groups])
@@ -267,12 +267,12 @@ def test_the_groups_of_a_device_mesh_have_the_timeout_of_init() -> None:
 def test_init_joins_the_backend_of_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It joined gloo alone, and every rank kept device 0."""
     given = on_machine_with(monkeypatch, "xpu", 4)
-    meshes._join(None, timedelta(seconds=7))
+    joining._join(None, timedelta(seconds=7))
     assert given == {"index": 3, "backend": "cpu:gloo,xpu:xccl", "timeout": timedelta(seconds=7)} | {
         name: given[name] for name in ("store", "rank", "world_size")
     }
     given = on_machine_with(monkeypatch, "mps", 1)  # gloo is torch's backend for it
-    meshes._join(None, timedelta(seconds=7))
+    joining._join(None, timedelta(seconds=7))
     assert given["backend"] == "gloo" and "index" not in given
 
 
@@ -289,7 +289,7 @@ def test_one_queue_for_all_streams_is_warned_of(
         for value, device in (("2", "cuda:0"), ("1", "cpu"), ("1", "cuda:0"), ("1", "cuda:0")):
             monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
             caplog.clear()
-            meshes.Mesh.of(None, torch.device(device))
+            Mesh.of(None, torch.device(device))
             told.append(" ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING"))
         return told
 

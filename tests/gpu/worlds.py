@@ -22,7 +22,8 @@ import zeroshard
 from tests.on_device import ranks_on_cuda
 from tests.timed_backend import NAME, register, timed_ranks
 from zeroshard.comm import native_transport
-from zeroshard.comm.mesh import Axis, Mesh, _new_group
+from zeroshard.comm.groups import new_group
+from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum
@@ -80,7 +81,7 @@ def exchanging_alone() -> Iterator[None]:
         assert found.world.ranks == (0,), "a world of one"
         shard, world = (LoneAxis(axis.group, axis.rank, axis.ranks) for axis in (found.shard, found.world))
         if shard.group not in _REDUCING:  # see [Note: two communicators] in `mesh.py`
-            _REDUCING[shard.group] = _new_group(shard.ranks, shard.group, found.device)
+            _REDUCING[shard.group] = new_group(shard.ranks, shard.group, found.device)
         return replace(found, shard=shard, world=world, reduce=LoneAxis(_REDUCING[shard.group], 0, shard.ranks))
 
     with patch.object(Mesh, "of", classmethod(of)):

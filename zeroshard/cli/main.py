@@ -260,7 +260,7 @@ def _continued(saved: Path, files: tuple[Path, ...], overrides: Mapping[str, Any
 
 def _number_of_ranks(config: Config, asked: int | None) -> int:
     """The launcher's number, else --nproc, else one per GPU or one."""
-    from zeroshard.comm.mesh import launched
+    from zeroshard.comm.joining import launched
     from zeroshard.train.config import UserError
     from zeroshard.train.ranks import sensible_nproc
 

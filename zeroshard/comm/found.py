@@ -76,6 +76,12 @@ def launcher_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def has_one_launcher(world_size: int) -> bool:
+    """Whether one launcher of torch elastic has started all ranks, on this machine, and holds the store. Then the store
+    outlives the ranks, unless the launcher fails."""
+    return launcher_holds_store() and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+
+
 def stopped_of_this_job() -> dict[int, Who]:
     """The other ranks of this job that a signal has stopped, by what the launcher has set in their environments."""
     job, found = {name: os.environ.get(name) for name in _OF_JOB}, dict[int, Who]()

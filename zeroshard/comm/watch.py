@@ -37,7 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
 from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
-from zeroshard.comm.found import launcher_holds_store, without_prefixes
+from zeroshard.comm.found import has_one_launcher, without_prefixes
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
@@ -568,12 +568,6 @@ class _ThreadExcepthook:
 
 
 _excepthook, _thread_excepthook = _Excepthook(), _ThreadExcepthook()
-
-
-def has_one_launcher(world_size: int) -> bool:
-    """Whether one launcher of torch elastic has started all ranks, on this machine, and holds the store. Then the store
-    outlives the ranks, unless the launcher fails."""
-    return launcher_holds_store() and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def interrupt_gloo() -> None:

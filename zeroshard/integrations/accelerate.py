@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint import load, save
-from zeroshard.comm.mesh import init
+from zeroshard.comm.joining import init
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, handle_of
 from zeroshard.integrations.sharding import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroshard.comm.mesh import init
+from zeroshard.comm.joining import init
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroshard.comm.mesh import init
+from zeroshard.comm.joining import init
 from zeroshard.handle import Handle
 from zeroshard.integrations.fabric import NAMES, expect_no_ddp_options, in_precision_of, is_movable, load_into
 from zeroshard.integrations.fabric import FabricStrategy as FabricStrategy

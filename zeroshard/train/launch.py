@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from zeroshard.comm.mesh import warn_of_other_tasks
+from zeroshard.comm.joining import warn_of_other_tasks
 from zeroshard.starting import INTERRUPTED
 from zeroshard.train.ranks import cores
 

@@ -1,0 +1,164 @@
+"""Joins the process group of the launcher, and starts the watch."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from zeroshard.comm import watch
+from zeroshard.comm.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
+from zeroshard.comm.found import has_one_launcher, is_refused, stopped_of_this_job, wake
+from zeroshard.comm.groups import default_group
+from zeroshard.errors import InvalidValue, TookTooLong
+from zeroshard.io.logger import LOGGER, tell
+
+
+def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:
+    """Join the process group of the launcher (`torchrun` sets its environment); without a launcher, a world of one.
+
+        device = zeroshard.init()
+        model.to(device)
+
+    Args:
+        backend: "gloo" or "nccl"; by default gloo for CPU tensors and, if an accelerator is available, torch's backend
+            for its tensors (NCCL for CUDA, XCCL for XPU).
+        timeout: seconds (or a timedelta) after which a collective that cannot complete raises on the waiting ranks
+            (gloo). With NCCL no call can raise: after nine tenths of it a rank that waits for its device in a step says
+            which rank has not come, and all end. Where it waits in a line of the program (`loss.item()`), torch's
+            watchdog ends its process after the timeout.
+
+    If `torch.distributed` is initialised already, its group and timeout are kept. In both cases a watch starts: when a
+    rank fails, the other ranks exit within seconds instead of waiting for the timeout.
+
+    Returns:
+        The device for this rank's model and data: the current one of the accelerator if the group has a backend for it,
+        else the CPU. Unless the group existed before, `init` has made device LOCAL_RANK the current one; device 0 if
+        the process sees only one. (Without LOCAL_RANK: what srun or mpirun tell, or RANK by the number of devices.)
+
+    Raises:
+        ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; one GPU for two ranks; or
+            as `launched`.
+        TimeoutError: not all ranks have come within the timeout.
+        RuntimeError: whoever holds the store of the group has ended.
+    """
+    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise InvalidValue(f"timeout must be positive, found {timeout.total_seconds()} s")
+    if not dist.is_initialized():
+        _join(backend, timeout)
+    watch.start()
+    device = device_for(default_group(), None)
+    rank, group = dist.get_rank(), dist.get_backend_config(default_group())
+    tell(rank, "%d ranks by %s, each on its %s", dist.get_world_size(), group, device.type)
+    return device
+
+
+def _join(backend: str | None, timeout: timedelta) -> None:
+    kind, own = accelerator()
+    # Both backends: a model that stays on the CPU of a machine with GPUs can be trained as well.
+    backend = backend or (f"cpu:gloo,{kind}:{own}" if kind else "gloo")
+    options: dict[str, Any] = {"timeout": timeout}
+    if kind and own in backend:
+        # Must come before the group is created: NCCL makes its communicator on the current device, which by default is
+        # GPU 0 on every rank.
+        take_device(kind)
+        options |= _for_nccl(timeout) if own == "nccl" else {}
+    if (given := launched()) is None:
+        warn_of_other_tasks()
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
+        return
+    rank, world_size = given
+    if has_one_launcher(world_size) and is_refused(*_store_place()):
+        # It has served the store since before it started this process; torch would try to connect for two timeouts.
+        raise watch.LostPeer("the launcher has ended before all ranks had started", None, [])
+    try:
+        if (store := _store_of_this_attempt(world_size)) is not None:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+        else:
+            dist.init_process_group(backend, **options)
+    except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
+        if problem := shared_device(error):
+            raise InvalidValue(problem) from None
+        why = (str(error).splitlines() or [""])[0].rstrip(".")
+        if not re.search(r"tim(ed|e) ?out", why, re.IGNORECASE):
+            if isinstance(error, dist.DistNetworkError):
+                error.add_note("rank 0 or the launcher, whichever holds the store of the process group, has ended")
+            raise
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        wake(stopped := stopped_of_this_job())
+        had = " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
+        raise TookTooLong(
+            f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
+            f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
+            "All ranks have to start within that time, init(timeout=...)"
+        ) from None
+
+
+def _store_place() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def launched() -> tuple[int, int] | None:
+    """(rank, number of ranks) that a launcher has given to this process by its environment; None: there is no launcher.
+
+    Raises:
+        ValueError: what it has given is no such pair, or does not tell where rank 0 is.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    try:
+        rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
+    except ValueError:
+        rank, world_size = 0, 0
+    if not (0 <= rank < world_size and all(given.values())):
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise InvalidValue(
+            "the environment of a rank: expected a RANK below WORLD_SIZE, and the MASTER_ADDR and MASTER_PORT of rank "
+            f"0, found {found}. Start with torchrun, or set all four; without a launcher unset RANK and WORLD_SIZE"
+        )
+    return rank, world_size
+
+
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where srun, and mpirun or mpiexec of Open MPI and MPICH, tell a process how many of them they have started."""
+
+
+def warn_of_other_tasks() -> None:
+    """Warn where these ranks are a world of their own, and a launcher that does not set RANK has started several."""
+    for name in _TASKS:
+        if os.environ.get(name, "1") not in ("0", "1"):
+            LOGGER.warning(
+                "%s is %s, and RANK and WORLD_SIZE are not set: each of these processes trains alone, on all of the "
+                "data. Start them with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
+                name, os.environ[name],
+            )  # fmt: skip
+            return
+
+
+def _for_nccl(timeout: timedelta) -> dict[str, Any]:
+    """Options of the default group: bound to the current device, so that its communicator is created at once; and with
+    streams of high priority, as it gathers: a forward waits for gathers. (Reductions have a group of their own.)"""
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        return {}  # torch says what its build lacks
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # torch warns if it is another one than `timeout=`
+    return {"pg_options": options, "device_id": torch.device("cuda", torch.cuda.current_device())}
+
+
+def _store_of_this_attempt(world_size: int) -> Store | None:
+    """The store for ranks that the elastic launcher has restarted, with a prefix per attempt: the launcher's store
+    still holds the addresses of the ended processes (pytorch/pytorch#135712). None for the first attempt, and with
+    several launchers: only with one launcher do all ranks have the same attempt number."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or not has_one_launcher(world_size):
+        return None
+    store = TCPStore(*_store_place(), is_master=False)
+    return PrefixStore(f"attempt-{attempt}", store)
