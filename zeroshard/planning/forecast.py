@@ -332,11 +332,10 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         of = _planned(model, found)
         training, needs, workload = of.training, of.needs, found.workload
         trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
-    schedule, gathers = _schedule(training, needs, found), None
-    if trace is not None:
-        gathers = Gathered.of(training, schedule, trace.calls)
-        order = tuple(gradient.name for gradient in trace.gradients)
-        training = replace(training, gradients=order, gathered_apart=gathers.apart)
+    schedule = _schedule(training, needs, found)
+    gathered = Gathered.of(training, schedule, None if trace is None else trace.calls)
+    order = () if trace is None else tuple(gradient.name for gradient in trace.gradients)
+    training = replace(training, gradients=order, gathered_apart=gathered.apart)
     phases = of.phases_of(found, training)
     return Forecast(
         configuration=found,
@@ -348,7 +347,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         state=of.state,
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         padding_of_all=sum(map(_padding_of_all, training.units)),
-        events=step_events(training, schedule, gathers),
+        events=step_events(training, schedule, gathered),
         training=training,
         file=of.file,
         again=partial(_again, model, known),

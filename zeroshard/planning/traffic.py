@@ -1,8 +1,8 @@
 """Plans the collectives of a step on one rank: the events that `handle.comm_log` will have.
 
 Under ZERO3, the pool buffers in which units take turns decide which units are gathered twice (see `runtime/gather.py`).
-With a batch, units run as its trace has recorded (`replay.py`). Else it is assumed that they run once each, in the
-order of registration, and backward in reverse.
+With a batch, units run as its trace has recorded. Else it is assumed that they run once each, in the order of
+registration, and backward in reverse (`assumed_calls`). Both are replayed (`replay.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.packets import packet_sizes
 from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.model.paths import parent
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
 from zeroshard.planning.activations import once
-from zeroshard.planning.calls import Calls
+from zeroshard.planning.calls import Calls, Event
 from zeroshard.planning.replay import Replay
 from zeroshard.step.control import row_numbers
 
@@ -45,8 +46,8 @@ class Schedule:
     num_scalers: int = 0
 
 
-def step_events(training: Training, schedule: Schedule, gathers: Gathered | None = None) -> Counter[CommEvent]:
-    """How often each event occurs in a step, from the second step on. `gathers`: if they are known from a trace."""
+def step_events(training: Training, schedule: Schedule, gathered: Gathered) -> Counter[CommEvent]:
+    """How often each event occurs in a step, from the second step on."""
     events = Counter[CommEvent]()
     for unit in training.units:
         if unit.is_reduced:
@@ -54,8 +55,7 @@ def step_events(training: Training, schedule: Schedule, gathers: Gathered | None
                 events[event] += schedule.reductions
         if unit.spec.trainable and training.plan.weights is REPLICATED and training.plan.main is SHARDED:
             events[_gather(unit, "step", unit.spec.weight_dtype)] += 1
-    if _gathers_weights(training):
-        events.update(_gathers(training, schedule) if gathers is None else gathers.events)
+    events.update(gathered.events)
     events.update(_to_owners_and_back(training))
     events.update(_control(training, schedule))
     return Counter({event: number for event, number in events.items() if event.bytes or event.op == "all_to_all"})
@@ -82,40 +82,21 @@ def _foreign(unit: PlannedUnit) -> int:
 # ZERO3 ----------------------------------------------------------------------------------------------------------------
 
 
-def _gathers(training: Training, schedule: Schedule) -> Counter[CommEvent]:
-    """The gathers of a step in which units take turns: a unit is gathered if another one has its buffer."""
-    place_of = _places(training.units)
-    needs_backward = _reached_by_backward(training.units)
-    stay = _places_that_stay(training, schedule)
-    held: dict[Hashable, PlannedUnit] = {}
-    events = Counter[CommEvent]()
-    for _ in range(2):  # the result is the second step, which starts with the buffers as the first leaves them
-        events = Counter()
-        for _ in range(schedule.micro_batches):
-            forward = [(unit, "forward") for unit in training.units]
-            backward = [(unit, "backward") for unit in reversed(training.units) if needs_backward[unit.spec.name]]
-            for unit, phase in [*forward, *backward]:
-                place = place_of[unit.spec.name]
-                if held.get(place) is not unit:
-                    held[place] = unit
-                    events[_gather(unit, phase, unit.spec.weight_dtype)] += 1
-        held = {place: unit for place, unit in held.items() if place in stay and not unit.spec.trainable}
-    return events
-
-
 @dataclass(frozen=True)
 class Gathered:
-    """The gathers of a step in which modules are called as recorded. `apart`: the units that get a buffer of their own
-    when they are gathered, though they are to take turns."""
+    """The gathers of a step in which units take turns. `apart`: the units that get a buffer of their own when they are
+    gathered, though they are to take turns."""
 
     events: Counter[CommEvent]
     apart: frozenset[str]
 
     @classmethod
-    def of(cls, training: Training, schedule: Schedule, calls: Calls) -> Self:
-        if not _gathers_weights(training):
+    def of(cls, training: Training, schedule: Schedule, calls: Calls | None) -> Self:
+        """`calls`: as recorded; None: as assumed."""
+        if training.plan.weights is not SHARDED or training.topology.num_shards == 1:
             return cls(Counter(), frozenset())
         units, stay = training.units, _places_that_stay(training, schedule)
+        calls = assumed_calls(units) if calls is None else calls
         key = "gathers", _alike(units), frozenset(map(repr, stay)), schedule.micro_batches, calls.events
         found, apart = once(key, (), lambda: _replayed(units, calls, schedule.micro_batches, stay))
         events = Counter[CommEvent]()
@@ -162,26 +143,25 @@ def _gathered_in_a_step(replay: Replay, micro_batches: int) -> Iterator[tuple[Pl
             return
 
 
-def _gathers_weights(training: Training) -> bool:
-    return training.plan.weights is SHARDED and training.topology.num_shards > 1
-
-
-def _buffers_of(units: tuple[PlannedUnit, ...]) -> PoolPlan:
-    return PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in units)
-
-
-def _places(units: tuple[PlannedUnit, ...]) -> dict[str, Hashable]:
-    """Unit -> its pool buffer, its own or one that it shares: assigned in turn, in the order of first use."""
-    shared = _buffers_of(units).shared
-    asked = Counter[Hashable]()
-    places: dict[str, Hashable] = {}
+def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
+    """Each module that forms a unit is called once, in the order of registration, inside of the model's call; then
+    backward comes to them in reverse, down to the first one that trains."""
+    formed, paths = dict[str, list[PlannedUnit]](), {""}
     for unit in units:
-        request = unit.spec.weight_request(unit.layout.numel)
-        places[unit.spec.name] = request.key
-        if not request.alone:
-            places[unit.spec.name] = request.queue, asked[request.queue] % shared[request.queue][0]
-            asked[request.queue] += 1
-    return places
+        path, *_ = unit.spec.gathered_by or unit.spec.calls
+        formed.setdefault(path, []).append(unit)
+        for path in unit.spec.modules:
+            while path not in paths:
+                paths.add(path)
+                path = parent(path)
+    number_of = {path: number for number, path in enumerate(sorted(paths))}
+    events, grads, trains = [Event("begin", 0, 0, -1)], list[Event](), False
+    for call, (path, of_path) in enumerate(formed.items(), 1):
+        trains = trains or any(unit.spec.trainable for unit in of_path)
+        if path:  # else the call of the model
+            events += [Event("begin", number_of[path], call, -1), Event("end", number_of[path], call, -1)]
+            grads += [Event("grad", number_of[path], call, 0)] if trains else []
+    return Calls((*events, Event("end", 0, 0, -1), *reversed(grads)), number_of)
 
 
 def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
@@ -189,23 +169,12 @@ def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
     gathered there stays valid."""
     if training.topology.device_type != "cpu":
         return set()
-    plan = _buffers_of(training.units)
+    plan = PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in training.units)
     places = [*plan.own, *((queue, n) for queue, (count, _) in plan.shared.items() for n in range(count))]
     buffers = training.pool(no_sync=schedule.micro_batches > schedule.reductions)
     rests = {id(buffer) for buffer in resting(buffers, training.topology.device_type)}
     of_weights = [buffer for buffer in buffers if buffer.kind == "ring"]
     return {place for place, buffer in zip(places, of_weights, strict=True) if id(buffer) in rests}
-
-
-def _reached_by_backward(units: tuple[PlannedUnit, ...]) -> dict[str, bool]:
-    """Unit -> whether backward reaches it: units that run before the first trainable one get no gradient. Units that
-    the same modules form (the frozen and the trainable part of a block) are reached together."""
-    trains = {unit.spec.calls for unit in units if unit.spec.trainable}
-    reached, result = False, {}
-    for unit in units:
-        reached |= unit.spec.calls in trains
-        result[unit.spec.name] = reached
-    return result
 
 
 # The step -------------------------------------------------------------------------------------------------------------
