@@ -189,6 +189,19 @@ class PlannedUnit:
         return self.plan.takes_over_gradients(self.num_ranks, in_place=self.spec.precision.steps_in_place)
 
     @property
+    def main_dtype(self) -> torch.dtype:
+        """The dtype of main; in a frozen unit the weights are main."""
+        return self.spec.precision.main_dtype if self.spec.trainable else self.spec.weight_dtype
+
+    @property
+    def itemsizes(self) -> tuple[int, int, int]:
+        """Bytes of an element of weights, gradients and main; 0: there is no such buffer."""
+        precision = self.spec.precision
+        has_main = self.spec.trainable and not precision.weights_are_main
+        main = 2 if self.joins_main else self.main_dtype.itemsize
+        return self.spec.weight_dtype.itemsize, self.is_reduced * precision.grad.itemsize, has_main * main
+
+    @property
     def joins_main(self) -> bool:
         """Whether main is joined from weights and remainder."""
         return self.spec.precision.main == "remainder"
@@ -202,14 +215,12 @@ class PlannedUnit:
     def held(self, *, peak: bool) -> Bytes:
         """The bytes of its three buffers. Gradients that are sharded, or taken over, are only held at the peak."""
         is_passing = self.plan.grads is SHARDED or self.takes_over_gradients
-        precision, has_grads = self.spec.precision, self.is_reduced and (peak or not is_passing)
         numel = self.layout.slots_numel if self.takes_over_gradients else self._numel(self.plan.grads)
-        main_itemsize = 2 if precision.main == "remainder" else precision.main_dtype.itemsize
-        has_main = self.spec.trainable and not precision.weights_are_main
+        weights, grads, main = self.itemsizes
         return Bytes(
-            weights=self._numel(self.plan.weights) * self.spec.weight_dtype.itemsize,
-            grads=has_grads * numel * precision.grad.itemsize,
-            main=has_main * self._numel(self.plan.main) * main_itemsize,
+            weights=self._numel(self.plan.weights) * weights,
+            grads=(peak or not is_passing) * numel * grads,
+            main=self._numel(self.plan.main) * main,
         )
 
     def _numel(self, placement: Placement) -> int:
@@ -249,7 +260,7 @@ class Pieces:
     @classmethod
     def of(cls, unit: PlannedUnit, rank: int, key_of: Callable[[str], Hashable | None], sizes: Sizes) -> Pieces:
         plan, precision, layout = unit.plan, unit.spec.precision, unit.layout
-        main = precision.main_dtype
+        main = unit.main_dtype
         part = unit.main_part(rank)
         keys = [key_of(slot.name) for slot in layout.slots]
         patterns = tuple(count(layout, keys, part, sizes.piece, by_slot=unit.takes_over_gradients))
@@ -325,10 +336,8 @@ class Training:
         """The pool buffers, in the order in which the engine makes them. With one shard, none is needed for weights and
         gradients."""
         reads_peers, has_peers = self.topology.transport.reads_peers, self.topology.num_shards > 1
-        borrowing = self._reduced() if self.plan.grads is SHARDED and has_peers else []
-        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in borrowing]
-        buckets = PoolPlan.for_gradients(requests, reads_peers=reads_peers)
-        requests = [request for request in requests if request.key not in buckets.own]
+        borrowing, buckets = self.buckets()
+        requests = [request for request in borrowing if request.key not in buckets.own]
         weights = self._weight_requests() if has_peers else []
         buffers = [PlannedBuffer("ring", size) for size in PoolPlan.for_weights(weights).sizes]
         buffers += [PlannedBuffer("buckets", size) for size in buckets.own.values()]
@@ -356,12 +365,15 @@ class Training:
         buffers += [PlannedBuffer("buckets", request.num_bytes, lasting=reads_peers) for request in more]
         return buffers
 
+    def buckets(self) -> tuple[list[Request], PoolPlan]:
+        """The requests of the units that borrow buckets, in the order of reduction, and the plan for them."""
+        borrows = self.plan.grads is SHARDED and self.topology.num_shards > 1
+        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in self._reduced() if borrows]
+        return requests, PoolPlan.for_gradients(requests, reads_peers=self.topology.transport.reads_peers)
+
     def at_once(self) -> set[Hashable]:
         """The units that get a bucket of their own when backward comes to them, though they are to take turns."""
-        takes = self._reduced() if self.plan.grads is SHARDED and self.topology.num_shards > 1 else []
-        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in takes]
-        reads_peers = self.topology.transport.reads_peers
-        return {one.key for one in self._at_once(requests, PoolPlan.for_gradients(requests, reads_peers=reads_peers))}
+        return {one.key for one in self._at_once(*self.buckets())}
 
     def _as_opened(self, requests: Sequence[Request]) -> list[Request]:
         """The requests, with the places at which backward comes to their units."""
@@ -421,9 +433,7 @@ class Training:
             return 0
         units = [one for one in self.units if one.spec.trainable and (one.joins_main or one.follows_weights)]
         at_once = sizes_for(self.topology.device_type).at_once
-        found = (
-            min(at_once, one.main_part(self.rank).numel) * (1 + one.spec.precision.main_dtype.itemsize) for one in units
-        )
+        found = (min(at_once, one.main_part(self.rank).numel) * (1 + one.main_dtype.itemsize) for one in units)
         return max(found, default=0)
 
     def _steppers(self) -> dict[Hashable, bool]:
@@ -449,9 +459,7 @@ class Training:
         cast = most_in_a_batch(((pattern, of.cast) for of in pieces for pattern in of.patterns), sizes.batch)
         joined = most_in_a_batch(((pattern, of.joined) for of in pieces for pattern in of.patterns), sizes.batch)
         states = [
-            self.optimizer.piece_state(stepper, run.numel, unit.spec.precision.main_dtype).times(
-                run.count * pattern.times
-            )
+            self.optimizer.piece_state(stepper, run.numel, unit.main_dtype).times(run.count * pattern.times)
             for unit, of in zip(trainable, pieces, strict=True)
             for pattern in of.patterns
             for run in pattern.runs
@@ -466,7 +474,7 @@ class Training:
         owned: Counter[torch.dtype] = Counter()
         held: Counter[torch.dtype] = Counter()
         for whole in wholes:
-            dtype, slot = whole.unit.spec.precision.main_dtype, whole.slot
+            dtype, slot = whole.unit.main_dtype, whole.slot
             held[dtype] += (slot.world & whole.unit.main_part(self.rank)).numel * dtype.itemsize
             if replicated or whole.owner == self.rank:
                 owned[dtype] += slot.world.numel * dtype.itemsize
@@ -481,7 +489,7 @@ class Training:
         found = [
             PlannedWhole(self.optimizer.stepper_of(slot.name), unit, slot, state, 0)
             for unit, slot in self._trainable_slots()
-            if (state := self.optimizer.whole_state(slot, unit.spec.precision.main_dtype))
+            if (state := self.optimizer.whole_state(slot, unit.main_dtype))
         ]
         owned = []
         for of_one in by_stepper(found).values():
@@ -501,14 +509,14 @@ def fullest_rank(training: Training) -> int:
         return training.rank
     held = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
     for whole in wholes:
-        main = whole.slot.world.numel * whole.unit.spec.precision.main_dtype.itemsize
+        main = whole.slot.world.numel * whole.unit.main_dtype.itemsize
         held[whole.owner] += whole.state.sum + 2 * main  # main, and scratch for it
     names = {whole.slot.name for whole in wholes}
     for unit in training.units:
         for slot in unit.layout.slots if unit.spec.trainable else ():
             if slot.name not in names and slot.world:
-                stepper, main_dtype = training.optimizer.stepper_of(slot.name), unit.spec.precision.main_dtype
-                each = training.optimizer.piece_state(stepper, slot.world.numel, main_dtype).sum / slot.world.numel
+                stepper, numel = training.optimizer.stepper_of(slot.name), slot.world.numel
+                each = training.optimizer.piece_state(stepper, numel, unit.main_dtype).sum / numel
                 shard = unit.layout.shard_numel
                 first, last = (n // shard for n in (slot.world.start, slot.world.stop - 1))
                 held[first + 1 : last] += each * shard  # an embedding may lie on thousands of ranks

@@ -100,7 +100,7 @@ def model_items(engine: Engine) -> Iterator[Item]:
         if mesh.world.rank == 0:  # parameters without elements: in no shard, so rank 0 writes name and shape
             for slot in unit.layout.slots:
                 if not slot.world:
-                    yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), _nothing)
+                    yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), no_values)
         if mesh.replicate.rank == 0:
             for fragment in unit.layout.fragments_in(unit.own_shard()):
                 slot = fragment.slot
@@ -115,8 +115,9 @@ def _read_weights(unit: Unit, origin: int, param: Interval) -> Tensor:
     return unit.main.read(world)
 
 
-def _nothing(interval: Interval) -> Tensor:
-    raise AssertionError("there are no elements")
+def no_values(interval: Interval) -> Tensor:
+    """For an item without elements, or whose values nobody reads."""
+    raise AssertionError("there are no values")
 
 
 # Optimizer ------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.checkpoint.commit import entry_of, file_metadata
-from zeroshard.checkpoint.contents import state_item
+from zeroshard.checkpoint.contents import no_values, state_item
 from zeroshard.checkpoint.folders import new_id
 from zeroshard.checkpoint.manifest import Manifest, Run, TensorEntry, joined
 from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
@@ -99,11 +99,9 @@ class Checkpoint:
 
     def _tensors_of(self, unit: PlannedUnit) -> Iterator[tuple[str, TensorEntry]]:
         """The parameters of a unit, and that part of their state that is not stepped as a whole."""
-        main = unit.spec.precision.main_dtype
         for slot in unit.layout.slots:
-            runs = _runs_of(slot.world, unit.layout.shard_numel)
-            name, dtype = f"model/{slot.name}", main if unit.spec.trainable else unit.spec.weight_dtype
-            yield name, TensorEntry(name, slot.shape, dtype, runs)
+            runs, name = _runs_of(slot.world, unit.layout.shard_numel), f"model/{slot.name}"
+            yield name, TensorEntry(name, slot.shape, unit.main_dtype, runs)
             if not slot.world or not unit.spec.trainable or self.needs.is_whole(slot.name):
                 continue
             fragment = Fragment(slot, slot.world, slot.world, Interval(0, slot.world.numel))
@@ -115,14 +113,12 @@ class Checkpoint:
     def _items(self, rank: int) -> Iterator[Item]:
         replica, shard = divmod(rank, self.training.topology.num_shards)
         for unit in self.training.units if replica == 0 else ():
-            precision = unit.spec.precision
-            dtype = precision.main_dtype if unit.spec.trainable else unit.spec.weight_dtype
             for slot in unit.layout.slots if rank == 0 else ():
                 if not slot.world:
-                    yield Item(f"model/{slot.name}", slot.shape, dtype, Interval(0, 0), _nothing)
+                    yield Item(f"model/{slot.name}", slot.shape, unit.main_dtype, Interval(0, 0), no_values)
             for fragment in unit.layout.fragments(shard):
                 slot = fragment.slot
-                yield Item(f"model/{slot.name}", slot.shape, dtype, fragment.param, _nothing)
+                yield Item(f"model/{slot.name}", slot.shape, unit.main_dtype, fragment.param, no_values)
             if unit.spec.trainable:
                 yield from map(state_item, self._state_in_pieces(unit, shard))
         if replica == 0:
@@ -139,9 +135,9 @@ class Checkpoint:
 
     def _state_of(self, unit: PlannedUnit, fragment: Fragment) -> Iterator[StateEntry]:
         slot, param = fragment.slot, fragment.param
-        for entry in self.needs.entries(slot.name, 1, unit.spec.precision.main_dtype):
+        for entry in self.needs.entries(slot.name, 1, unit.main_dtype):
             if entry.is_elementwise:
-                yield StateChunk(slot.name, entry.key, slot.shape, entry.value.dtype, param, False, _nothing)
+                yield StateChunk(slot.name, entry.key, slot.shape, entry.value.dtype, param, False, no_values)
             elif param.start == 0:  # one rank per parameter
                 yield whole_entry(slot.name, entry.key, entry.of(()), False)
 
@@ -158,7 +154,7 @@ class Checkpoint:
         for of_stepper in by_stepper(self.training.wholes()).values():
             for number, one in enumerate(of_stepper):
                 owner = number % num_shards if replicated else one.owner
-                dtype, slot = one.unit.spec.precision.main_dtype, one.slot
+                dtype, slot = one.unit.main_dtype, one.slot
                 for entry in self.needs.entries(slot.name, len(slot.shape), dtype):
                     yield owner, whole_entry(slot.name, entry.key, entry.of(slot.shape), entry.is_elementwise)
 
@@ -166,14 +162,12 @@ class Checkpoint:
         """Bytes of main or frozen weights, and of optimizer state, of all ranks together."""
         total = 0
         for unit in self.training.units:
-            main = unit.spec.precision.main_dtype
-            dtype = main if unit.spec.trainable else unit.spec.weight_dtype
             for slot in unit.layout.slots:
-                total += slot.world.numel * dtype.itemsize
+                total += slot.world.numel * unit.main_dtype.itemsize
                 if unit.spec.trainable:
-                    is_whole = self.needs.is_whole(slot.name)
-                    shape = slot.shape if is_whole else (slot.world.numel,)
-                    total += sum(e.bytes_of(shape).sum for e in self.needs.entries(slot.name, len(shape), main))
+                    shape = slot.shape if self.needs.is_whole(slot.name) else (slot.world.numel,)
+                    entries = self.needs.entries(slot.name, len(shape), unit.main_dtype)
+                    total += sum(entry.bytes_of(shape).sum for entry in entries)
         return total
 
     # The rest ------------------------------------------------------------------------------------------------------
@@ -216,7 +210,3 @@ def _runs_of(world: Interval, shard: int) -> tuple[Run, ...]:
     head, tail = (first + 1) * shard - world.start, world.stop - last * shard
     middle = (Run(first + 1, head, shard, last - first - 1),) if last > first + 1 else ()
     return joined([Run(first, 0, head), *middle, Run(last, world.numel - tail, tail)])
-
-
-def _nothing(interval: Interval) -> Tensor:
-    raise AssertionError("nothing is written")

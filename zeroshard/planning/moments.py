@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.errors import InvalidValue
 from zeroshard.placement import SHARDED
 from zeroshard.planner import Bytes, PlannedUnit, Training
 from zeroshard.planning.activations import Trace
+
+PHASES = ("forward", "backward", "step", "between steps")
+"""The phases of a step, and what is held after it."""
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,24 @@ class Moment:
     """A part of a step, and the most that one rank holds in it.
 
     Attributes:
-        phase: "forward", "backward" or "step".
+        phase: one of `PHASES`.
         until: the parameter whose gradient ends it, in backward twice: before the engine has that gradient, and when it
             has it; "": the end of the phase.
         engine: bytes as `handle.memory()` counts them.
         activations: bytes of the model's own tensors, including inputs.
+
+    Raises:
+        ValueError: another phase (in a plan file).
     """
 
     phase: str
     until: str
     engine: Bytes
     activations: int
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise InvalidValue(f"expected a moment of one of {', '.join(PHASES)}, found {self.phase[:60]!r}")
 
     @property
     def num_bytes(self) -> int:
@@ -67,11 +77,9 @@ class _Backward:
         self._unit_of = {slot.name: unit for unit in training.units for slot in unit.layout.slots if unit.is_reduced}
         self._slot_of = {slot.name: n for unit in training.units for n, slot in enumerate(unit.layout.slots)}
         self._missing = Counter[int](id(unit) for unit in self._unit_of.values())
-        self._borrows = training.plan.grads is SHARDED and training.topology.num_shards > 1
         self._takes_shards = training.plan.grads is SHARDED and engine.grads < most.grads
-        reads_peers = training.topology.transport.reads_peers
-        requests = [unit.spec.bucket_request(unit.layout.numel) for unit in training.units if unit.is_reduced]
-        self._buckets = PoolPlan.for_gradients(requests if self._borrows else [], reads_peers=reads_peers)
+        requests, self._buckets = training.buckets()
+        self._borrows = bool(requests)
         self._at_once = training.at_once()
         self._opened = Counter[Hashable]()
         self._own = 0

@@ -70,11 +70,7 @@ class Needs(OptimizerNeeds):
         """The keys of the state of all parameters of these units."""
         slots = [(unit, slot) for unit in units if unit.spec.trainable for slot in unit.layout.slots]
         asked = {
-            (
-                self.kind_of[slot.name],
-                len(slot.shape) if self.is_whole(slot.name) else 1,
-                unit.spec.precision.main_dtype,
-            )
+            (self.kind_of[slot.name], len(slot.shape) if self.is_whole(slot.name) else 1, unit.main_dtype)
             for unit, slot in slots
         }
         found = [self.kinds[number].entries(num_dims, main) for number, num_dims, main in sorted(asked, key=str)]

@@ -187,7 +187,7 @@ def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
         return events
     messages: dict[tuple[Hashable, torch.dtype], list[PlannedWhole]] = {}
     for whole in training.wholes():
-        messages.setdefault((whole.stepper, whole.unit.spec.precision.main_dtype), []).append(whole)
+        messages.setdefault((whole.stepper, whole.unit.main_dtype), []).append(whole)
     for (_, dtype), wholes in messages.items():
         forth = back = 0
         for whole in wholes:

@@ -55,7 +55,7 @@ def _whole_items(training: Training, needs: Needs, elsewhere: bool) -> Iterator[
     copy. If it stays on the device, it is not copied."""
     for of_stepper in by_stepper(training.wholes()).values():
         for one in of_stepper:
-            for entry in needs.entries(one.slot.name, len(one.slot.shape), one.unit.spec.precision.main_dtype):
+            for entry in needs.entries(one.slot.name, len(one.slot.shape), one.unit.main_dtype):
                 num_bytes = entry.bytes_of(one.slot.shape).sum
                 yield (num_bytes if elsewhere else 0), num_bytes
 
@@ -66,7 +66,7 @@ def _items_in_pieces(training: Training, needs: Needs) -> Iterator[tuple[int, in
     for stepper in sorted(set(needs.kind_of.values())):
         for unit in training.units if not needs.steps_whole[stepper] else ():
             mine = [slot for slot in unit.layout.slots if needs.kind_of.get(slot.name) == stepper]
-            entries = [(slot, entry) for slot in mine for entry in needs.entries(slot.name, 1, _main_dtype(unit))]
+            entries = [(slot, entry) for slot in mine for entry in needs.entries(slot.name, 1, unit.main_dtype)]
             yield 0, sum(entry.bytes_of(()).sum for _, entry in entries if not entry.is_elementwise)
             for key in dict.fromkeys(entry.key for _, entry in entries if entry.is_elementwise):
                 items = [(slot.world.numel, entry.value.dtype) for slot, entry in entries if entry.key == key]
@@ -80,11 +80,7 @@ def _plain_bytes(unit: PlannedUnit) -> int:
     return unit.layout.slots_numel * unit.spec.dtype.itemsize
 
 
-def _main_dtype(unit: PlannedUnit) -> torch.dtype:
-    return unit.spec.precision.main_dtype if unit.spec.trainable else unit.spec.weight_dtype
-
-
 def _gathered(unit: PlannedUnit, training: Training) -> int:
     """Bytes of the tensor into which `close` gathers a unit; 0 if its weights are there in full, and are main."""
     rests_in_full = training.plan.weights is not SHARDED or training.topology.num_shards == 1
-    return 0 if rests_in_full and not unit.spec.trainable else unit.layout.numel * _main_dtype(unit).itemsize
+    return 0 if rests_in_full and not unit.spec.trainable else unit.layout.numel * unit.main_dtype.itemsize

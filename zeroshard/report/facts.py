@@ -14,9 +14,9 @@ from zeroshard.layout.layout import BufferLayout, Slot
 from zeroshard.placement import PLANS, Placement
 from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
 from zeroshard.planning.forecast import Forecast
+from zeroshard.planning.moments import PHASES, Moment
 from zeroshard.planning.time_model import Span, StepTime
 
-PHASES = ("forward", "backward", "step", "between steps")
 SWEPT = 64
 """Bytes per rank are planned up to that many ranks, and up to those of the configuration."""
 
@@ -63,20 +63,6 @@ class Message:
     phase: str
     num_bytes: int
     times: int
-
-
-@dataclass(frozen=True)
-class StepMoment:
-    """A part of a step: see `planning.Moment`."""
-
-    phase: str
-    until: str
-    engine: Bytes
-    activations: int
-
-    def __post_init__(self) -> None:
-        if self.phase not in PHASES:
-            raise InvalidValue(f"expected a moment of one of {', '.join(PHASES)}, found {self.phase[:60]!r}")
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,7 @@ class Planned:
     activations: int | None
     maps: tuple[UnitMap, ...]
     messages: tuple[Message, ...]
-    moments: tuple[StepMoment, ...]
+    moments: tuple[Moment, ...]
     timeline: Timeline | None
 
     def __post_init__(self) -> None:
@@ -239,7 +225,7 @@ def _planned(forecast: Forecast, machine: str | None) -> Planned:
         activations=None if trace is None else trace.peak,
         maps=tuple(_maps(forecast.training)),
         messages=tuple(Message(*event, times) for event, times in forecast.events.items()),
-        moments=tuple(StepMoment(m.phase, m.until, m.engine, m.activations) for m in forecast.moments),
+        moments=forecast.moments,
         timeline=timeline,
     )
 
@@ -248,7 +234,7 @@ def _maps(training: Training) -> Iterator[UnitMap]:
     """The layouts of the units, each once."""
     names: dict[tuple[BufferLayout, tuple[int, ...]], list[str]] = {}
     for unit in training.units:
-        names.setdefault((_relative(unit), _itemsizes(unit)), []).append(unit.spec.name)
+        names.setdefault((_relative(unit), unit.itemsizes), []).append(unit.spec.name)
     for (layout, itemsizes), of_units in names.items():
         yield UnitMap(tuple(of_units), layout, itemsizes)
 
@@ -260,13 +246,6 @@ def _relative(unit: PlannedUnit) -> BufferLayout:
     cut = len(path) if is_inside else 0
     slots = tuple(Slot(s.name[cut:], s.shape, Interval(s.world.start, s.world.stop)) for s in unit.layout.slots)
     return BufferLayout(slots, unit.layout.numel, unit.layout.num_shards)
-
-
-def _itemsizes(unit: PlannedUnit) -> tuple[int, ...]:
-    precision = unit.spec.precision
-    has_main = unit.spec.trainable and not precision.weights_are_main
-    main = 2 if precision.main == "remainder" else precision.main_dtype.itemsize
-    return unit.spec.weight_dtype.itemsize, unit.is_reduced * precision.grad.itemsize, has_main * main
 
 
 def _curves(forecast: Forecast) -> Iterator[Curve]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from zeroshard.planner import Bytes
 from zeroshard.planning.fit import KINDS_IN_WORDS
 from zeroshard.planning.in_words import in_units
-from zeroshard.report.facts import PHASES, Planned
+from zeroshard.planning.moments import PHASES
+from zeroshard.report.facts import Planned
 from zeroshard.report.run_folder import Measured
 from zeroshard.report.svg import Legend, Scale, data, element, label, line, picture, ticks
 
