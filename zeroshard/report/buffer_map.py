@@ -24,7 +24,7 @@ from zeroshard.report.svg import LETTER, Legend, Scale, element, escaped, label,
 
 COLOURS = 10
 """Parameters get as many colours, in turn."""
-MOST_RANKS, FEW_RANKS, MOST_BORDERS = 64, 16, 256
+MOST_RANKS, FEW_RANKS, MOST_BORDERS, MOST_BUTTONS = 64, 16, 256, 24
 ELEMENTWISE = 64
 """A buffer of at most so many elements is drawn with a box for each."""
 _STRIP, _GAP = 26, 2
@@ -271,15 +271,15 @@ def legend(unit: UnitMap) -> Legend:
     return [*found, ("padding", "padding")] if found else []
 
 
-def buttons(unit: UnitMap, most: int = 24) -> str:
+def buttons(unit: UnitMap) -> str:
     """The parameters with their colours; a click zooms to one."""
     entries = []
-    for index, slot in enumerate(unit.layout.slots[:most]):
+    for index, slot in enumerate(unit.layout.slots[:MOST_BUTTONS]):
         shape = " x ".join(map(str, slot.shape)) or "one value"
         chip = element("span", class_=f"chip c{index % COLOURS}")
         words = f"{chip}{escaped(slot.name)} {element('small', escaped(shape))}"
         entries.append(element("li", element("button", words, type="button", data_goto=_pair(slot.world))))
-    more = len(unit.layout.slots) - most
+    more = len(unit.layout.slots) - MOST_BUTTONS
     if more > 0:
         entries.append(element("li", f"and {more} more"))
     padding = sum(empty.numel for empty in unit.layout.padding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from zeroshard.planning.in_words import in_units
 from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
 from zeroshard.report.run_curves import Chart
-from zeroshard.report.run_folder import RunRecord
+from zeroshard.report.run_folder import Measured, RunRecord
 from zeroshard.report.svg import Legend, element, escaped, legend, table
 
 WIDE, NARROW, HALF, FILE = 1100, 350, 540, 800
@@ -83,6 +83,14 @@ class Report:
         """The configurations that are drawn: of a run only its own."""
         return self.facts.planned[:1] if self.run is not None else self.facts.planned
 
+    @property
+    def _measured(self) -> Measured | None:
+        return None if self.run is None else self.run.measured
+
+    def _prefix(self, number: int, planned: Planned) -> str:
+        """How the names of the pictures of a configuration begin."""
+        return f"{number}-{planned.plan}-" if len(self._detailed) > 1 else ""
+
     @cached_property
     def _most_cells(self) -> int:
         return MOST_CELLS // max(1, sum(min(MOST_MAPS, len(planned.maps)) for planned in self._detailed))
@@ -91,33 +99,34 @@ class Report:
     def pictures(self) -> dict[str, Picture]:
         """Name -> picture. The names are those of the SVG files."""
         found: dict[str, Picture] = {} if self.run is None else dict(self._pictures_of(self.run))
-        measured = None if self.run is None else self.run.measured
         for number, planned in enumerate(self._detailed):
-            name, of = (f"{number}-{planned.plan}-" if len(self._detailed) > 1 else ""), planned.title
-            draw = _bound(_stacked, planned, self.budget, measured)
-            words = "; lines: measured" if measured is not None else ""
+            name, of = self._prefix(number, planned), planned.title
+            draw: Callable[[int], str] = partial(stacked.draw, planned, budget=self.budget, measured=self._measured)
+            words = "; lines: measured" if self._measured is not None else ""
             heading = f"Memory of one rank over one step: {of}{words}"
             found[f"{name}memory"] = Picture(draw, heading, stacked.legend(planned))
-            found[f"{name}flow"] = Picture(_bound(step_flow.draw, planned), f"The flow of a step: {of}")
+            found[f"{name}flow"] = Picture(partial(step_flow.draw, planned), f"The flow of a step: {of}")
             if planned.timeline is not None:
                 heading = f"One step in time, by a model of the machine “{planned.timeline.machine}”: {of}"
-                found[f"{name}time"] = Picture(_bound(time_lanes.draw, planned.timeline), heading, time_lanes.LEGEND)
+                found[f"{name}time"] = Picture(partial(time_lanes.draw, planned.timeline), heading, time_lanes.LEGEND)
             for index, unit in enumerate(planned.maps[:MOST_MAPS]):
-                draw = _bound(buffer_map.draw, unit, buffer_map.rows(planned, unit), self._ranks(planned, unit))
+                draw = partial(buffer_map.draw, unit, buffer_map.rows(planned, unit), self._ranks(planned, unit))
                 heading = f"Weights, gradients and main weights of {unit.title}: {of}"
                 found[f"{name}map-{index}"] = Picture(draw, heading, buffer_map.legend(unit))
         heading = "Bytes per rank against the number of ranks; full: at most in a step, dashed: between steps"
-        found["ranks"] = Picture(_bound(_against_ranks, self.facts, self.budget), heading)
+        ranks = self.facts.planned[0].num_shards
+        found["ranks"] = Picture(
+            partial(against_ranks.draw, self.facts.curves, budget=self.budget, ranks=ranks), heading
+        )
         return found
 
     def _pictures_of(self, run: RunRecord) -> Iterator[tuple[str, Picture]]:
         if run.timeline is not None:
             heading = "One step in time, as rank 0 has recorded it"
-            yield "run-time", Picture(_bound(time_lanes.draw_measured, run.timeline), heading, time_lanes.LEGEND)
+            yield "run-time", Picture(partial(time_lanes.draw_measured, run.timeline), heading, time_lanes.LEGEND)
         for chart in self._charts:
-            name = f"run-{'-'.join(_words(chart.title))}"
             heading = f"{chart.title[0].upper()}{chart.title[1:]}, against steps"
-            yield name, Picture(_bound(run_curves.draw, chart, run), heading, run_curves.legend(chart))
+            yield _name_of(chart), Picture(partial(run_curves.draw, chart, run), heading, run_curves.legend(chart))
 
     @property
     def _charts(self) -> list[Chart]:
@@ -174,7 +183,7 @@ class Report:
         ]
         figures = [
             self._figure(
-                f"run-{'-'.join(_words(chart.title))}",
+                _name_of(chart),
                 chart.title,
                 below=legend(run_curves.legend(chart)) + run_curves.says(chart, run),
                 wide=HALF,
@@ -197,8 +206,7 @@ class Report:
         return _section("Plans side by side", table(columns, rows) + element("p", note, class_="note") + figure)
 
     def _details(self, number: int, planned: Planned) -> Iterator[str]:
-        name = f"{number}-{planned.plan}-" if len(self._detailed) > 1 else ""
-        measured = None if self.run is None else self.run.measured
+        name, measured = self._prefix(number, planned), self._measured
         note = "Without activations: no batch is planned. "
         if planned.activations is not None:
             note = (
@@ -284,18 +292,6 @@ _ZOOM = element(
 )
 
 
-def _bound(draw: Callable[..., str], *values: object) -> Callable[[int], str]:
-    return lambda width: draw(*values, width)
-
-
-def _stacked(planned: Planned, budget: int | None, measured: object, width: int) -> str:
-    return stacked.draw(planned, width, budget=budget, measured=measured)  # type: ignore[arg-type]
-
-
-def _against_ranks(facts: Facts, budget: int | None, width: int) -> str:
-    return against_ranks.draw(facts.curves, width, budget=budget, ranks=facts.planned[0].num_shards)
-
-
 def _names(facts: Facts) -> list[str]:
     return [curve.plan for curve in facts.curves]
 
@@ -343,8 +339,10 @@ def _choose(name: str, choices: list[tuple[str, str]]) -> str:
     return element("div", select, *contents, class_="chooser")
 
 
-def _words(title: str) -> list[str]:
-    return "".join(letter if letter.isalnum() else " " for letter in title.lower()).split()
+def _name_of(chart: Chart) -> str:
+    """The name of its picture."""
+    words = "".join(letter if letter.isalnum() else " " for letter in chart.title.lower()).split()
+    return f"run-{'-'.join(words)}"
 
 
 def _number(value: float | None) -> str:

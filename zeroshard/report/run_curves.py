@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.planning.in_words import in_units
@@ -40,7 +40,7 @@ class Chart:
     series: tuple[Series, ...]
     write: Callable[[float], str]
     log: bool = False
-    from_zero: bool = field(default=False)
+    from_zero: bool = False
 
     @property
     def shown(self) -> tuple[Series, ...]:
