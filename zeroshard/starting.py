@@ -7,7 +7,8 @@ import threading
 from itertools import pairwise
 from types import FrameType
 
-INTERRUPTED = 130
+BAD_INPUT, INTERRUPTED = 2, 130
+"""Exit codes of the command."""
 
 told = False
 """Whether a rank of `zeroshard train` was interrupted before it could act on that: `train.loop.Requests` does."""

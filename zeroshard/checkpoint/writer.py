@@ -121,9 +121,8 @@ class FilePlan:
             if item.interval:
                 chunks.setdefault(item.name, []).append(Chunk(offset, item.interval, of_item))
             offset += item.num_bytes
-        return Index(
-            len(self.header), header_digest, {name: tuple(sorted(c, key=_start)) for name, c in chunks.items()}
-        )
+        in_order = {name: tuple(sorted(of, key=lambda chunk: chunk.interval.start)) for name, of in chunks.items()}
+        return Index(len(self.header), header_digest, in_order)
 
     def entries(self, file: int) -> dict[str, TensorEntry]:
         """What the manifest says of the file, whose number is `file`: its part of each tensor."""
@@ -171,7 +170,3 @@ def write_with_index(path: Path, plan: FilePlan, tick: Callable[[], None]) -> Fi
     entry = FileEntry(path.name, plan.num_bytes, len(index), digest_of(index))
     files.write_new(path.with_name(entry.index_name), index)
     return entry
-
-
-def _start(chunk: Chunk) -> int:
-    return chunk.interval.start

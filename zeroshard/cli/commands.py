@@ -6,7 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
@@ -97,18 +97,12 @@ def printable(text: object) -> str:
 PATH = click.Path(path_type=Path)
 _step = click.option("--step", type=click.IntRange(0), help="the step; by default the latest")
 _force = click.option("--force", is_flag=True, help="replace what is there")
-_keys = [
-    click.option(
-        "--model-key", default="model", show_default=True, help="dcp: where the model's state dict lies in it"
-    ),
-    click.option("--optimizer-key", default="optim", show_default=True, help="dcp: the same of the optimizer's"),
-]
-
-
-def _with_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_keys):
-        function = option(function)
-    return function
+_model_key = click.option(
+    "--model-key", default="model", show_default=True, help="dcp: where the model's state dict lies in it"
+)
+_optimizer_key = click.option(
+    "--optimizer-key", default="optim", show_default=True, help="dcp: the same of the optimizer's"
+)
 
 
 def find(path: Path, step: int | None) -> Path:
@@ -328,7 +322,8 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
 )
 @click.option("--copies", is_flag=True, help="safetensors: write tied weights under each of their names")
 @click.option("--no-optimizer", is_flag=True, help="dcp: the model alone")
-@_with_keys
+@_model_key
+@_optimizer_key
 @_force
 def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_file_size: int | None, copies: bool,
            no_optimizer: bool, model_key: str, optimizer_key: str, force: bool) -> None:  # fmt: skip
@@ -358,7 +353,8 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
 @click.option("--step", type=click.IntRange(0), required=True, help="the number of the new step")
 @click.option("--allow-pickle", is_flag=True, help="dcp: read its pickles (as data: nothing in them is run)")
 @click.option("--optimizer-class", help="dcp: whose state it is (SGD, mine.Own); by default AdamW")
-@_with_keys
+@_model_key
+@_optimizer_key
 @click.option("--follow-links", is_flag=True, help="safetensors: the files may be links, as in the cache of a hub")
 @_force
 def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimizer_class: str | None,

@@ -21,14 +21,12 @@ from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
 from zeroshard.cli.tokenizer import tokenizer
 from zeroshard.io.logger import warnings_on_stderr
-from zeroshard.starting import INTERRUPTED, begun
+from zeroshard.starting import BAD_INPUT, INTERRUPTED, begun
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from zeroshard.train.config import Config
-
-BAD_INPUT = 2
 
 SHORT = {
     "parallel.plan": "--plan",

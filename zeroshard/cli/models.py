@@ -74,7 +74,7 @@ def describe(text: str, inputs: str | None = None) -> Described:
     if path.suffix == ".json":
         return _of_transformers(path)
     if ":" in text:
-        return Described(_built_by(text), workload=None if inputs is None else _workload_of(inputs))
+        return Described(_on_meta(text, _imported(text)), workload=None if inputs is None else _workload_of(inputs))
     raise InvalidValue(
         f"{text}: expected the configuration of a run (.toml, or the run's folder), a transformers config "
         "(config.json, or its folder) or module:factory"
@@ -166,10 +166,6 @@ def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
     if loss is None:
         raise InvalidValue(f"the output of {type(model).__name__} has no loss and no tensor that requires grad")
     return loss if loss.numel() == 1 else loss.float().mean()
-
-
-def _built_by(text: str) -> nn.Module:
-    return _on_meta(text, _imported(text))
 
 
 def _imported(text: str) -> Callable[..., Any]:

@@ -19,13 +19,8 @@ R = TypeVar("R")
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 _LIBRARIES = (_HERE, os.path.dirname(str(dist.__file__)).removesuffix("distributed"), "<frozen")
 _CALLED = {
-    "handle.py",
-    "optimizer.py",
-    "shard.py",
-    *(
-        os.path.join(*path)
-        for path in (("step", "torch_optimizer.py"), ("checkpoint", "save.py"), ("checkpoint", "load.py"))
-    ),
+    *("handle.py", "optimizer.py", "shard.py"),
+    *map(os.path.normpath, ("step/torch_optimizer.py", "checkpoint/save.py", "checkpoint/load.py")),
 }
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 SAVES = "zeroshard save"

@@ -104,30 +104,26 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
         FileExistsError: there are such files, and `force` is False.
     """
     with files.made(out):
-        return _placed(out, work, stale, force=force)
-
-
-def _placed(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Pattern[str], *, force: bool) -> list[Path]:
-    old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
-    if old and not force:
-        raise AlreadyExists(f"{out} holds {old[0]} already (--force replaces it)")
-    unique, last = new_id(), list(work)[-1]
-    temporary = {name: out / f".{name}.tmp-{unique}" for name in work}
-    try:
-        for name, write in work.items():
-            with naming(out / name):
-                write(temporary[name])
-        for name in sorted(old, key=lambda name: name not in (INDEX, last)):
-            if name not in work or (name == last and len(work) > 1):
-                files.remove_file(out / name)
-        for name in work:
-            files.replace(temporary[name], out / name)
-        files.sync_folder(out)
-    finally:
-        for path in temporary.values():
-            with suppress(FileNotFoundError):
-                files.remove_file(path)
-    return [out / name for name in work]
+        old = [name for name in sorted(os.listdir(out)) if stale.fullmatch(name) or name in work]
+        if old and not force:
+            raise AlreadyExists(f"{out} holds {old[0]} already (--force replaces it)")
+        unique, last = new_id(), list(work)[-1]
+        temporary = {name: out / f".{name}.tmp-{unique}" for name in work}
+        try:
+            for name, write in work.items():
+                with naming(out / name):
+                    write(temporary[name])
+            for name in sorted(old, key=lambda name: name not in (INDEX, last)):
+                if name not in work or (name == last and len(work) > 1):
+                    files.remove_file(out / name)
+            for name in work:
+                files.replace(temporary[name], out / name)
+            files.sync_folder(out)
+        finally:
+            for path in temporary.values():
+                with suppress(FileNotFoundError):
+                    files.remove_file(path)
+        return [out / name for name in work]
 
 
 def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:

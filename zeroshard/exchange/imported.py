@@ -219,7 +219,7 @@ class _FromDcp:
             if there.startswith(prefix):
                 with suppress(ValueError):  # an object: `save` would not store it, either
                     found.setdefault(owner, {})[key] = _option(self._folder, there)
-        numbered = sorted((owner for owner, options in found.items() if "params" in options), key=_as_number)
+        numbered = sorted((owner for owner, options in found.items() if "params" in options), key=lambda n: n.zfill(9))
         owners = {*numbered, *self._model, *self.tied}  # the rest are options that are dicts, which DCP takes apart
         found = {owner: options for owner, options in found.items() if owner in owners}
         self._used |= {f"{prefix}{owner}.{key}" for owner, options in found.items() for key in options}
@@ -255,10 +255,6 @@ class _FromDcp:
         read = partial(self._folder.read, there)
         self.items.append(Item(name, tensor.shape, tensor.dtype, Interval(0, tensor.numel), read))
         self._used.add(there)
-
-
-def _as_number(text: str) -> str:
-    return text.zfill(9)
 
 
 def _plain_item(folder: DcpFolder, there: str, key: str, name: str) -> Item:

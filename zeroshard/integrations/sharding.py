@@ -217,16 +217,12 @@ def expect_handle_of(model: nn.Module, what: str) -> Handle:
     return handle
 
 
-def trained_state(handle: Handle, *, rank0_only: bool = True) -> dict[str, Tensor]:
-    """Names and full values of the plain model on the CPU: main's values in the dtypes from before `shard`, as the
-    framework would find them in a plain model. Collective.
-
-    Args:
-        rank0_only: True: the other ranks get an empty dict.
-    """
+def trained_state(handle: Handle) -> dict[str, Tensor]:
+    """Names and full values of the plain model on the CPU, on rank 0: main's values in the dtypes from before `shard`,
+    as the framework would find them in a plain model. The other ranks get an empty dict. Collective."""
     dtypes = {id(parameter): unit.spec.dtype for unit in handle.engine.units for parameter in unit.parameters}
     named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}
-    state = handle.full_state_dict(main=True, rank0_only=rank0_only, device="cpu")
+    state = handle.full_state_dict(main=True, rank0_only=True, device="cpu")
     cast: dict[int, Tensor] = {}  # tied names must share one tensor, as before the cast
     for name, value in state.items():
         dtype = dtypes.get(id(named.get(name)), value.dtype)

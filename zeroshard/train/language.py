@@ -78,6 +78,11 @@ def build_language(config: ModelConfig, vocabulary: int) -> Language:
     return Language(other, units_of(other), vocabulary, _flops_of(other, found, config.context), found)
 
 
+def has_decay(parameter: Tensor) -> bool:
+    """Whether the trainer's optimizer decays a parameter: matrices, not vectors."""
+    return parameter.dim() >= 2
+
+
 def _expect_room(found: Any, config: ModelConfig, vocabulary: int) -> None:
     longest = getattr(found, "max_position_embeddings", None)
     if longest is not None and config.context > longest:

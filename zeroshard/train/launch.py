@@ -23,10 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from zeroshard.comm.joining import warn_of_other_tasks
-from zeroshard.starting import INTERRUPTED
+from zeroshard.starting import BAD_INPUT, INTERRUPTED
 from zeroshard.train.ranks import cores
 
-BAD_INPUT = 2
 _PROBLEM_FOLDER = "ZEROSHARD_PROBLEM_FOLDER"
 
 

@@ -101,9 +101,9 @@ class GPT(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def rotations(context: int, dim: int, base: float = 10_000.0) -> Tensor:
+def rotations(context: int, dim: int) -> Tensor:
     """fp32 [2, context, dim / 2]: cosine and sine of each position's angle in each plane."""
-    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 

@@ -15,7 +15,7 @@ from zeroshard.planning import Configuration, Workload, plan
 from zeroshard.planning.activations import traced_once
 from zeroshard.report import Facts, facts_of
 from zeroshard.train.config import Config, UserError
-from zeroshard.train.language import Language, build_language
+from zeroshard.train.language import Language, build_language, has_decay
 from zeroshard.train.tokenizer import tokenizer_of
 
 
@@ -33,8 +33,8 @@ def language_of(config: Config) -> Language:
 
 
 def by_dimensions(name: str, parameter: nn.Parameter) -> bool:
-    """The trainer's param group of a parameter: True for matrices, which have weight decay. As in `make_optimizer`."""
-    return parameter.dim() >= 2
+    """The trainer's param group of a parameter (`run.make_optimizer`), as `plan` asks for it."""
+    return has_decay(parameter)
 
 
 def workload_of(config: Config, language: Language, sequences: int, tokens: int | None = None) -> Workload:

@@ -175,7 +175,7 @@ def live_line(parts: Sequence[Part], share: float, width: int) -> str:
     return f"{drawn} {fitting(parts, max(1, width - len(drawn) - 1))}"[:width]
 
 
-def bar(share: float, width: int = _BAR_WIDTH) -> str:
+def bar(share: float, width: int) -> str:
     filled = min(width, int(share * width))
     return "━" * filled + "╌" * (width - filled)
 

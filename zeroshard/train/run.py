@@ -29,7 +29,7 @@ from zeroshard.planner import OptimizerNeeds, Topology, Training
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
-from zeroshard.train.language import Language, build_language
+from zeroshard.train.language import Language, build_language, has_decay
 from zeroshard.train.metrics import METRICS, Earlier, earlier
 from zeroshard.train.ranks import Ranks
 from zeroshard.train.release import keep_config
@@ -185,7 +185,7 @@ def planned_bytes(config: Config, handle: zeroshard.Handle) -> dict[str, int]:
     """The bytes of each kind that this rank will hold between steps. Planned after `shard`, because only the ranks know
     whether they can read each other's memory."""
     engine, batch = handle.engine, config.batch
-    needs = OptimizerNeeds(group_of=lambda name: handle.model.get_parameter(name).dim() >= 2)  # as in make_optimizer
+    needs = OptimizerNeeds(group_of=lambda name: has_decay(handle.model.get_parameter(name)))
     topology = Topology.of(engine.collectives)
     specs = [unit.spec for unit in engine.units]
     training = Training.of(specs, handle.plan, topology, needs, engine.collectives.mesh.shard.rank)
@@ -239,8 +239,8 @@ def make_optimizer(config: Config, model: nn.Module) -> zeroshard.ShardedOptimiz
     """AdamW; weight decay for matrices only."""
     settings = config.optimizer
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if has_decay(p)], "weight_decay": settings.weight_decay},
+        {"params": [p for p in model.parameters() if not has_decay(p)], "weight_decay": 0.0},
     ]
     first_scale = settings.loss_scale
     if first_scale is None and config.parallel.precision == "fp16":
