@@ -21,9 +21,9 @@ from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Candidate, Configuration, Workload, fit
 from zeroshard.planning import plan as plan_one
-from zeroshard.planning.activations import traced_once
 from zeroshard.planning.fit import PRECISIONS, UNIT_BYTES, cheapest_first
 from zeroshard.planning.hints import MACHINE
+from zeroshard.planning.once import traced_once
 from zeroshard.report import facts_of, write_plan
 
 

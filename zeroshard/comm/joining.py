@@ -15,6 +15,7 @@ from zeroshard.comm import watch
 from zeroshard.comm.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
 from zeroshard.comm.found import has_one_launcher, is_refused, stopped_of_this_job, wake
 from zeroshard.comm.groups import default_group
+from zeroshard.comm.lost import LostPeer
 from zeroshard.errors import InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
@@ -76,7 +77,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     rank, world_size = given
     if has_one_launcher(world_size) and is_refused(*_store_place()):
         # It has served the store since before it started this process; torch would try to connect for two timeouts.
-        raise watch.LostPeer("the launcher has ended before all ranks had started", None, [])
+        raise LostPeer("the launcher has ended before all ranks had started", None, [])
     try:
         if (store := _store_of_this_attempt(world_size)) is not None:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)

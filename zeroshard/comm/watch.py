@@ -39,14 +39,15 @@ from zeroshard.comm.bell import Bell, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.found import has_one_launcher, without_prefixes
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
+from zeroshard.comm.lost import LostPeer, handled_error, in_one_line, is_of_others, own_error
 from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.peers import Peers
 from zeroshard.comm.pipes import interrupt_all
 from zeroshard.comm.positions import HERE
 from zeroshard.comm.processes import Who
 from zeroshard.comm.store_line import Closed, Silent, StoreLine
-from zeroshard.comm.whereabouts import came_from_program, only_saves, waits_in_vain, where
-from zeroshard.errors import Error, TookTooLong
+from zeroshard.comm.whereabouts import only_saves, waits_in_vain, where
+from zeroshard.errors import TookTooLong
 
 GRACE_SECONDS = 2.0
 """How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""
@@ -60,10 +61,6 @@ process, and name no rank."""
 FAILED = 1
 """Exit status of a rank that its watch has ended."""
 
-_OF_OTHERS = re.compile(
-    r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
-)
-"""Matches messages of errors that another rank's end may have caused."""
 _CLOSED = re.compile(r"closed by|reset by peer|broken pipe", re.IGNORECASE)
 """Matches messages of errors that a connection raises once the other side has closed it."""
 _HOLDER_ENDED = "the launcher or rank 0, whichever held it, has ended, or its host has been shut down"
@@ -76,23 +73,6 @@ _OTHERS_PATIENCE = 8 * BEAT_SECONDS
 T = TypeVar("T")
 
 _current: Watch | None = None
-
-
-class LostPeer(Error, RuntimeError):
-    """This rank waited for another rank that did not come; the message says for which rank, and why.
-
-    Attributes:
-        cause: why all ranks leave, if it is known.
-        found: otherwise, where the other ranks are, one line each.
-    """
-
-    def __init__(self, text: str, cause: Cause | None, found: Sequence[str]) -> None:
-        super().__init__(text)
-        self.cause, self.found = cause, list(found)
-
-    @classmethod
-    def because(cls, cause: Cause) -> LostPeer:
-        return cls(str(cause), cause, [])
 
 
 class Watch:
@@ -174,9 +154,9 @@ class Watch:
         if self._reported or os.getpid() != self.pid:
             return
         self._reported = True
-        mine = Cause(self.rank, f"failed: {_in_one_line(error)}")
+        mine = Cause(self.rank, f"failed: {in_one_line(error)}")
         follows = is_of_others(error)
-        own = _own(error.__context__) if follows and show is not None else None
+        own = own_error(error.__context__) if follows and show is not None else None
         lost = error if isinstance(error, LostPeer) else self.what_happened(error) if follows else None
         cause = lost.cause if lost is not None else self._hear()
         if cause is None:
@@ -204,7 +184,7 @@ class Watch:
     def leave(self, error: BaseException) -> None:
         """End this process, as its main thread does not know of the error: at once in its waits inside gloo, else after
         the grace period."""
-        self._cause = self._cause or Cause(self.rank, f"failed: {_in_one_line(error)}")
+        self._cause = self._cause or Cause(self.rank, f"failed: {in_one_line(error)}")
 
     @waits_in_vain
     def what_happened(self, error: BaseException | None = None) -> LostPeer:
@@ -349,7 +329,7 @@ class Watch:
             return
         with suppress(Exception):
             if not self._reported:
-                self._show_handled(_handled(threading.main_thread().ident) or _handled(HERE.thread))
+                self._show_handled(handled_error(threading.main_thread().ident) or handled_error(HERE.thread))
             self._say(cause)
             sys.stdout.flush(), sys.stderr.flush()
         # Not sys.exit: in a thread it ends only that thread, and the main thread may wait inside NCCL, where no Python
@@ -490,34 +470,12 @@ def where_is(rank: int) -> str:
     return f", {at}" if at not in (OUTSIDE, GIVING_UP) else ""
 
 
-def is_of_others(error: BaseException) -> bool:
-    """Whether another rank may have caused this error."""
-    return isinstance(error, RuntimeError) and (isinstance(error, LostPeer) or bool(_OF_OTHERS.search(str(error))))
-
-
-def _own(error: BaseException | None) -> BaseException | None:
-    """The last error of this chain of contexts that came from the program's own lines, and is this rank's alone."""
-    while error is not None and (is_of_others(error) or _is_of_ranks(error) or not came_from_program(error)):
-        error = error.__context__
-    return error
-
-
-def _is_of_ranks(error: BaseException) -> bool:
-    return type(error).__module__.startswith(__package__)  # LostPeer, OutOfOrder, ...: it names the others itself
-
-
-def _handled(thread: int | None) -> BaseException | None:
-    """The error that a thread handles: in an `except`, a `finally`, an `__exit__`."""
-    found: Any = sys._current_exceptions().get(thread or 0)
-    return _own(found[1] if isinstance(found, tuple) else found)  # a tuple in Python 3.11
-
-
 def _where(thread: int | None) -> str:
     """Where a thread is, and the error that it handles there."""
-    at, error = where(thread), _handled(thread)
+    at, error = where(thread), handled_error(thread)
     if error is None or at in (OUTSIDE, GIVING_UP):
         return at
-    return f"{at}, while it handles {_in_one_line(error)[:200]}"
+    return f"{at}, while it handles {in_one_line(error)[:200]}"
 
 
 def _where_it_trains() -> str:
@@ -591,7 +549,3 @@ def _address(store: Any) -> str:
 def _print(*lines: str) -> None:
     for line in lines:
         print(f"zeroshard: {line}", file=sys.stderr, flush=True)
-
-
-def _in_one_line(error: BaseException) -> str:
-    return " ".join("".join(traceback.format_exception_only(error)).split())[:2000]

@@ -3,12 +3,12 @@ simulated fabric (how much communication is exposed)."""
 
 from zeroshard.planning.activations import Trace as Trace
 from zeroshard.planning.activations import Workload as Workload
+from zeroshard.planning.configuration import Configuration as Configuration
 from zeroshard.planning.dry_run import dry_run as dry_run
 from zeroshard.planning.fabric import simulated_fabric as simulated_fabric
 from zeroshard.planning.fit import Candidate as Candidate
 from zeroshard.planning.fit import cheapest_first as cheapest_first
 from zeroshard.planning.fit import fit as fit
-from zeroshard.planning.forecast import Configuration as Configuration
 from zeroshard.planning.forecast import Forecast as Forecast
 from zeroshard.planning.forecast import Phase as Phase
 from zeroshard.planning.forecast import plan as plan

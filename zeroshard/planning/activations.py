@@ -7,18 +7,15 @@ operator is not seen.
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,8 +26,8 @@ from zeroshard.model.paths import modules_of
 from zeroshard.model.trees import tensors_in
 from zeroshard.model.units import UnitSpec, plain_name
 from zeroshard.planning.calls import Calls, Recorder
-
-T = TypeVar("T")
+from zeroshard.planning.once import once
+from zeroshard.planning.operators import AsOnGPUs, product_of_groups, without_onednn
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,34 +141,6 @@ class _Traced(NamedTuple):
         return True
 
 
-Known = dict[Any, tuple[Any, Any]]
-"""What was computed, with the objects that it is of: while they live, no other object has their id."""
-_SCOPE: ContextVar[Known | None] = ContextVar("known", default=None)
-
-
-@contextmanager
-def traced_once(known: Known | None = None) -> Iterator[Known]:
-    """A block in which the model, its inputs and its loss do not change, and what is equal is traced and planned once.
-    (Between two calls of `plan` the user may change them, or switch on checkpointing.) `known`: of an earlier block."""
-    outer = _SCOPE.get()
-    found = known if known is not None else Known() if outer is None else outer
-    token = _SCOPE.set(found)
-    try:
-        yield found
-    finally:
-        _SCOPE.reset(token)
-
-
-def once(key: Hashable, of: Sequence[object], make: Callable[[], T]) -> T:
-    """What `make` returns. In `traced_once` it is called once for each key and these objects."""
-    known = Known() if (scope := _SCOPE.get()) is None else scope
-    full_key = key, tuple(map(id, of))
-    if full_key not in known:
-        known[full_key] = make(), of
-    found: T = known[full_key][0]
-    return found
-
-
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Counts the bytes of storages that operators create while it is active. `now`: bytes of living storages; `most`:
     the most since the last `mark`."""
@@ -217,86 +186,8 @@ class _LiveWithoutValues(Live):  # type: ignore[no-untyped-call]
 
     def _results(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            return _product_of_groups(*args, **kwargs)
+            return product_of_groups(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _product_of_groups(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """A tensor of the product's shape: if one of the two is a stack of matrices, the other is divided into groups along
-    a dimension that remains; if both are matrices, along the one that is summed."""
-    groups = (len(a if offs is None else offs),) if a.dim() == b.dim() else ()
-    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
-
-
-class _AsOnGPUs(TorchFunctionMode):
-    """Functions that keep less for backward on a GPU than the operators that a CPU has for them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            # GPUs have kernels that draw the dropout of attention anew in backward, so they keep no matrix of scores.
-            # On a CPU only attention without dropout does so: it is traced instead.
-            args, named = args[:_DROPOUT], dict(zip(("dropout_p", "is_causal"), args[_DROPOUT:], strict=False))
-            kwargs = {**named, **kwargs, "dropout_p": 0.0}
-        elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
-            return _rms_norm(*args, **kwargs)
-        elif func in (torch.dropout, torch.nn.functional.dropout):
-            return _dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _dropout(
-    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **names: Any
-) -> Tensor:
-    """Of one kernel, which keeps a bool for each number, not a factor."""
-    training = names.get("train", training)
-    if not training or inplace or not 0 < p < 1:
-        result: Tensor = func(input, p, training, *([inplace] if inplace else []))
-    else:
-        result = torch.native_dropout(input, p, True)[0]
-    return result
-
-
-def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Of one kernel, if the dtypes are the same (else torch takes several operators on a GPU, too)."""
-    if weight is not None and weight.dtype != x.dtype:
-        return torch.rms_norm(x, tuple(normalized_shape), weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
-    return normed
-
-
-class _RMSNorm(torch.autograd.Function):
-    """The tensors of the kernel: beside its input it keeps a number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
-        factors = x.new_empty(x.shape[:-dims], dtype=torch.promote_types(x.dtype, torch.float32))
-        ctx.save_for_backward(x, weight, factors)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
-        of_x, of_weight, _ = ctx.needs_input_grad
-        return torch.empty_like(x) if of_x else None, torch.empty_like(weight) if of_weight else None, None
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """oneDNN steps through an LSTM inside one operator, which keeps the gates of all steps in a tensor whose size is
-    not known without values. Without it each step keeps its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the flag for Intel GPUs
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
-
-
-_DROPOUT = 4
-"""The position of the dropout among the arguments of `scaled_dot_product_attention`."""
 
 
 def _trace(
@@ -323,8 +214,8 @@ def _trace(
         for path in recomputed:
             stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
         if device_type != "cpu":
-            stack.enter_context(_AsOnGPUs())
-        stack.enter_context(_without_onednn())
+            stack.enter_context(AsOnGPUs())
+        stack.enter_context(without_onednn())
         seen = stack.enter_context(_measured(model, live, modules, recorder))
         stack.enter_context(live)
         for buffer in model.buffers():

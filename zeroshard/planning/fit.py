@@ -15,9 +15,11 @@ from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Managed
 from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
-from zeroshard.planning.activations import Workload, traced_once
-from zeroshard.planning.forecast import Configuration, Forecast, plan
+from zeroshard.planning.activations import Workload
+from zeroshard.planning.configuration import Configuration
+from zeroshard.planning.forecast import Forecast, plan
 from zeroshard.planning.in_words import in_units
+from zeroshard.planning.once import traced_once
 from zeroshard.planning.time_model import Machine
 
 UNIT_BYTES = (512 << 20, 32 << 20, 8 << 20)

@@ -20,8 +20,8 @@ from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.model.paths import parent
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
-from zeroshard.planning.activations import once
 from zeroshard.planning.calls import Calls, Event
+from zeroshard.planning.once import once
 from zeroshard.planning.replay import Replay
 from zeroshard.step.control import row_numbers
 

@@ -12,7 +12,7 @@ from zeroshard.comm.transport import TransportName
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import PLANS
 from zeroshard.planning import Configuration, Workload, plan
-from zeroshard.planning.activations import traced_once
+from zeroshard.planning.once import traced_once
 from zeroshard.report import Facts, facts_of
 from zeroshard.train.config import Config, UserError
 from zeroshard.train.language import Language, build_language, has_decay
