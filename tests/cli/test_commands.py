@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
 from zeroshard.checkpoint import newest_good
-from zeroshard.cli.commands import table
 from zeroshard.cli.main import run
+from zeroshard.cli.terminal import table
 from zeroshard.errors import AlreadyExists
 from zeroshard.io.refused import in_words
 from zeroshard.testing import run_ranks

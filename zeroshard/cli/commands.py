@@ -1,14 +1,7 @@
 """The checkpoint commands: inspect, verify, export, import, prune. They need one process and no process group."""
 
 import json
-import re
-import shutil
-import sys
-import textwrap
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,81 +12,11 @@ from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.checkpoint.saved_state import saved_groups
-from zeroshard.cli.undisturbed import quiet
+from zeroshard.cli.terminal import Command, Damaged, Size, printable, say, table
 from zeroshard.exchange.dcp_folder import METADATA
-from zeroshard.io.checked import NotWritten
-from zeroshard.io.refused import in_words
 from zeroshard.planning.optimizers import class_named
-from zeroshard.starting import begun
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
-
-
-READER_GONE = 141
-"""The exit code where `head` or a pager reads no further: the one that a shell shows for SIGPIPE."""
-
-
-class Damaged(click.ClickException):
-    """A checkpoint, or a file to be imported as one, is damaged; exit code 1."""
-
-
-@contextmanager
-def _refusals_of_the_system() -> Iterator[None]:
-    """Reports a failed read or write in one line; a reader that is gone needs none."""
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise click.exceptions.Exit(READER_GONE) from error
-    except OSError as error:
-        raise click.ClickException(in_words(error)) from error
-
-
-class Helpful(click.Command):
-    """A command whose help, which is printed while its arguments are read, may meet a full disk or lose its reader."""
-
-    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
-        with _refusals_of_the_system():
-            return super().make_context(*arguments, **options)
-
-
-class Command(Helpful):
-    """A command that reports a damaged checkpoint, a failed read or write and a bad argument in one line."""
-
-    def invoke(self, context: click.Context) -> Any:
-        begun()
-        try:
-            with quiet(), _refusals_of_the_system():
-                return super().invoke(context)
-        except NotWritten as error:
-            raise click.ClickException(str(error)) from error
-        except CheckpointError as error:
-            raise Damaged(str(error)) from error
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
-
-
-class Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]|[kmg]i)b?", str(value).lower())
-        if not match or int(float(match[1]) * _UNITS[match[2]]) < 1:
-            self.fail(f"{value!r} is not a size: expected bytes, or a number with MB, GB, GiB, ...", param, context)
-        return int(float(match[1]) * _UNITS[match[2]])
-
-
-def say(text: str = "") -> None:
-    """Print a line at once. Not `click.echo`: in an ASCII locale it writes "?" for the bytes of a file's name."""
-    print(text, flush=True)
-
-
-def printable(text: object) -> str:
-    """`text` with escaped control characters: names in a checkpoint may come from anybody, and could contain escape
-    sequences that the terminal would carry out."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
-
-
 PATH = click.Path(path_type=Path)
 _step = click.option("--step", type=click.IntRange(0), help="the step; by default the latest")
 _force = click.option("--force", is_flag=True, help="replace what is there")
@@ -216,36 +139,6 @@ def _print(found: dict[str, Any]) -> None:
     if "tensors" in found:
         rows = [(n, e["dtype"], str(tuple(e["shape"])), e["chunks"]) for n, e in found["tensors"].items()]
         table(("tensor", "dtype", "shape", "chunks"), rows)
-
-
-def table(columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    """Print an empty line, the column names and the rows; numbers are aligned right. A terminal that is too narrow
-    would break the lines inside of numbers: there the columns come as several tables, each with the first one, and a
-    text that is wider than its column goes on in the next line."""
-    cells = [columns, *(tuple(f"{v:,}" if isinstance(v, int) else printable(v) for v in row) for row in rows)]
-    numbers = [bool(rows) and isinstance(value, (int, float)) for value in (rows[0] if rows else columns)]
-    widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]
-    screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else sum(widths) + 2 * len(widths)
-    first = min(widths[0], max(screen // 3, screen - 2 - max(widths[1:], default=-2)))
-    widths = [first, *(max(1, min(width, screen - 2 - first)) for width in widths[1:])]
-    for shown in _beside_each_other(widths, screen):
-        say()
-        for row in cells:
-            for line in zip_longest(*(textwrap.wrap(row[i], widths[i]) for i in shown), fillvalue=""):
-                aligned = (
-                    c.rjust(widths[i]) if numbers[i] else c.ljust(widths[i]) for i, c in zip(shown, line, strict=True)
-                )
-                say("  ".join(aligned).rstrip())
-
-
-def _beside_each_other(widths: list[int], screen: int) -> list[list[int]]:
-    """The columns of each table on a screen of that width, by number; the first column is in all of them."""
-    tables = [[0]]
-    for column in range(1, len(widths)):
-        if len(tables[-1]) > 1 and sum(widths[other] + 2 for other in tables[-1]) + widths[column] > screen:
-            tables.append([0])
-        tables[-1].append(column)
-    return tables
 
 
 # verify, prune --------------------------------------------------------------------------------------------------------

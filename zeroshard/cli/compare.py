@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli.commands import say, table
 from zeroshard.cli.runs import ranks_that_saved, saved_bytes, saved_run
+from zeroshard.cli.terminal import say, table
 from zeroshard.planning import Forecast
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.in_words import in_units

@@ -16,9 +16,10 @@ import click
 
 import zeroshard
 from zeroshard.checkpoint.folders import steps, without_manifest
-from zeroshard.cli.commands import COMMANDS, Damaged, Helpful, printable
+from zeroshard.cli.commands import COMMANDS
 from zeroshard.cli.plan import plan
 from zeroshard.cli.report import report
+from zeroshard.cli.terminal import Damaged, Helpful, printable
 from zeroshard.cli.tokenizer import tokenizer
 from zeroshard.io.logger import warnings_on_stderr
 from zeroshard.starting import BAD_INPUT, INTERRUPTED, begun

@@ -11,10 +11,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from zeroshard.cli.commands import Command, Size
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
 from zeroshard.cli.plan_output import show, show_fit
+from zeroshard.cli.terminal import Command, Size
 from zeroshard.cli.undisturbed import undisturbed
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from zeroshard.cli.commands import say, table
+from zeroshard.cli.terminal import say, table
 from zeroshard.planning import Candidate, Forecast, Hint
 from zeroshard.planning.in_words import in_units
 

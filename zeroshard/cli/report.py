@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from zeroshard.cli.commands import Command, Size, say
 from zeroshard.cli.runs import saved_run
+from zeroshard.cli.terminal import Command, Size, say
 from zeroshard.errors import InvalidValue
 from zeroshard.report import PAGE, Report, read_plan
 

@@ -8,7 +8,7 @@ from shlex import quote
 import click
 
 from zeroshard.checkpoint import files
-from zeroshard.cli.commands import Command, say
+from zeroshard.cli.terminal import Command, say
 from zeroshard.io.whole import write_whole
 
 
