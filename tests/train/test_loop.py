@@ -30,7 +30,7 @@ from zeroshard.comm import watch
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.testing import run_ranks
-from zeroshard.train import loop
+from zeroshard.train import loop, telling
 from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.planned import configuration_of, language_of
@@ -445,10 +445,10 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(plain: Path) -> N
         collectives = SimpleNamespace(transport=SharedTransport)
         handle = SimpleNamespace(engine=SimpleNamespace(collectives=collectives))
 
-    line = loop.written_report(Fake())  # type: ignore[arg-type]
+    line = telling.written_report(Fake())  # type: ignore[arg-type]
     assert line.startswith("NO report was written (InvalidValue: ") and str(Fake.folder) in line
     Fake.folder = plain
-    assert loop.written_report(Fake()) == f"report {Fake.folder / 'report.html'}"  # type: ignore[arg-type]
+    assert telling.written_report(Fake()) == f"report {Fake.folder / 'report.html'}"  # type: ignore[arg-type]
 
 
 def crashing_rank(rank: int, config: Config) -> int:
