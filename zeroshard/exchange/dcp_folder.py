@@ -1,10 +1,10 @@
 """Reads folders of `torch.distributed.checkpoint` (DCP), as FSDP2 and others save them, without unpickling anything.
 
-    .metadata       pickle: for each name a tensor (size, dtype, boxes), or "bytes"; and the location of each box
+    .metadata       for each name a tensor (size, dtype, boxes), or "bytes"; and the slice of each (`dcp_metadata.py`)
     __0_0.distcp    consecutive slices: each is the torch.save of one tensor, or of one other value
 
-A box is a part of a tensor: offsets and sizes in each dimension. A slice is a zip archive: `data.pkl` describes the
-layout of the bytes in `data/0`. There are no digests: damage to the bytes of a tensor is not detected.
+A slice is a zip archive: `data.pkl` describes the layout of the bytes in `data/0`. There are no digests: damage to the
+bytes of a tensor is not detected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,28 +26,17 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
+from zeroshard.exchange.dcp_metadata import DTYPES_BY_NAME, METADATA, Box, Boxed, Slice, read_metadata
 from zeroshard.exchange.pickles import Name, Persistent, Recipe, read_pickle
-from zeroshard.io.checked import MAX_NUMEL, CheckpointError, checking, integer, reading, refuse, short, sizes, typed
-from zeroshard.io.tensor_file import DTYPES, are_defined, bytes_of, expect_file_name, read_whole
+from zeroshard.io.checked import MAX_NUMEL, CheckpointError, integer, reading, refuse, short, typed
+from zeroshard.io.tensor_file import are_defined, bytes_of
 from zeroshard.layout.interval import Interval
 
-METADATA = ".metadata"
-MAX_METADATA_BYTES = 256 << 20
 MAX_ITEMS = 1_000_000
 """The most items of a plain value."""
 MAX_VALUE_BYTES = 16 << 20
 """The most bytes that are read of one slice, apart from the bytes of a tensor."""
 
-_CLASSES = "torch.distributed.checkpoint.metadata."
-_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
-_IN_METADATA = {
-    *(_CLASSES + name for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *(_CLASSES + name for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    *(_CLASSES + "_MEM_FORMAT_ENCODING", _INFO, "torch.Size", "torch.serialization._get_layout"),
-    *(f"pathlib.{local}{name}" for local in ("", "_local.") for name in ("PosixPath", "WindowsPath")),
-    *("collections.OrderedDict", *_DTYPES),
-}
 _STORAGES = {
     "Double": torch.float64,
     "Float": torch.float32,
@@ -72,50 +59,8 @@ _MADE: dict[str, tuple[Callable[[Any], Any], type]] = {
 """Calls of a pickle that are carried out, and the type of their one argument."""
 _IN_VALUES = {
     *(f"torch.{name}Storage" for name in _STORAGES),
-    *("torch.storage.UntypedStorage", *_REBUILD, "torch.Size", "collections.OrderedDict", *_DTYPES, *_MADE),
+    *("torch.storage.UntypedStorage", *_REBUILD, "torch.Size", "collections.OrderedDict", *DTYPES_BY_NAME, *_MADE),
 }
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Bytes [offset, offset + length) of a file in the folder."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Box:
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    slice: Slice
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.sizes).numel()
-
-
-@dataclass(frozen=True)
-class Boxed:
-    """A whole tensor, in boxes that are not empty."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: tuple[Box, ...]
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @cached_property
-    def intervals(self) -> tuple[Interval, ...] | None:
-        """The boxes as intervals of the flattened tensor, if they are rows: then they can be read block by block."""
-        row = torch.Size(self.shape[1:]).numel()
-        if any(box.sizes[1:] != self.shape[1:] for box in self.boxes):
-            return None
-        starts = [(box.offsets[0] if box.offsets else 0) * row for box in self.boxes]
-        return tuple(Interval(start, start + box.numel) for start, box in zip(starts, self.boxes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -149,9 +94,7 @@ class DcpFolder:
         self.folder = folder
         self._open: dict[str, int] = {}
         self._held: tuple[str, Tensor | list[_Strided]] | None = None  # name and places (or values) of the last tensor
-        path = folder / METADATA
-        with checking(path):
-            self.tensors, self.values = _metadata(read_pickle(read_whole(path, MAX_METADATA_BYTES), _IN_METADATA))
+        self.tensors, self.values = read_metadata(folder / METADATA)
 
     def __enter__(self) -> DcpFolder:
         return self
@@ -222,7 +165,8 @@ class DcpFolder:
             parts = storage.id if isinstance(storage, Persistent) else None
             if not isinstance(parts, tuple) or len(parts) != 5 or not isinstance(parts[1], Name):
                 refuse("a tensor without a storage")
-            stored = _DTYPES.get(made.args[6].text) if len(made.args) > 6 and isinstance(made.args[6], Name) else None
+            named = made.args[6] if len(made.args) > 6 else None
+            stored = DTYPES_BY_NAME.get(named.text) if isinstance(named, Name) else None
             stored = stored or _STORAGES.get(parts[1].text.removeprefix("torch.").removesuffix("Storage"))
             if stored != dtype or shape != box.sizes:
                 refuse(f"a tensor of {stored} and shape {short(shape)}, expected {dtype} and {box.sizes}")
@@ -341,7 +285,7 @@ def _plain(value: Any) -> Any:
         if type(value.args[0]) is kind:
             return make(_plain(value.args[0]))
     if isinstance(value, Name):
-        return _DTYPES.get(value.text, value)
+        return DTYPES_BY_NAME.get(value.text, value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
@@ -354,97 +298,3 @@ def _in_order(box: Box, place: _Strided) -> bool:
         expected.append((size, step))
         step *= size
     return all(size == 1 or stride == s for (size, s), stride in zip(reversed(expected), place.strides, strict=True))
-
-
-# The metadata ---------------------------------------------------------------------------------------------------------
-
-
-def _metadata(body: Any) -> tuple[dict[str, Boxed], dict[str, Slice]]:
-    state = _state(body, _CLASSES + "Metadata")
-    slices: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
-    for index, info in typed(state.get("storage_data"), dict, "storage_data").items():
-        of = _state(index, _CLASSES + "MetadataIndex")
-        offset = of.get("offset")
-        slices[typed(of.get("fqn"), str, "a name"), None if offset is None else _size(offset)] = _slice(info)
-    tensors: dict[str, Boxed] = {}
-    values: dict[str, Slice] = {}
-    for name, entry in typed(state.get("state_dict_metadata"), dict, "state_dict_metadata").items():
-        typed(name, str, "a name")
-        if isinstance(entry, Recipe) and entry.of == _CLASSES + "BytesStorageMetadata":
-            values[name] = _known(slices, name, None)
-        else:
-            tensors[name] = _tensor(name, _state(entry, _CLASSES + "TensorStorageMetadata"), slices)
-    _expect_disjoint(tensors)
-    return tensors, values
-
-
-def _tensor(name: str, state: dict[str, Any], slices: dict[tuple[str, tuple[int, ...] | None], Slice]) -> Boxed:
-    what = f"tensor {short(name)}"
-    shape = _size(state.get("size"))
-    properties = state.get("properties")
-    first = properties.state[0] if isinstance(properties, Recipe) and isinstance(properties.state, tuple) else None
-    dtype = _DTYPES.get(first.text) if isinstance(first, Name) else None
-    if dtype is None:
-        refuse(f"{what} has a dtype that is not known here: {short(first.text if isinstance(first, Name) else first)}")
-    boxes = []
-    for chunk in typed(state.get("chunks"), list, "chunks"):
-        of = _state(chunk, _CLASSES + "ChunkStorageMetadata")
-        offsets, extent = _size(of.get("offsets")), _size(of.get("sizes"))
-        if not len(offsets) == len(extent) == len(shape) or any(
-            a + b > c for a, b, c in zip(offsets, extent, shape, strict=True)
-        ):
-            refuse(f"{what} of shape {short(shape)} has a box at {short(offsets)} of sizes {short(extent)}")
-        if torch.Size(extent).numel():
-            boxes.append(Box(offsets, extent, _known(slices, name, offsets)))
-    boxes.sort(key=lambda box: box.offsets)
-    tensor = Boxed(shape, dtype, tuple(boxes))
-    if sum(box.numel for box in boxes) != tensor.numel:
-        refuse(f"{what} of shape {short(shape)} is not what its boxes hold")
-    if tensor.intervals is not None and any(a.stop != b.start for a, b in pairwise(tensor.intervals)):
-        refuse(f"the boxes of {what} overlap, or leave a gap")
-    return tensor
-
-
-def _expect_disjoint(tensors: dict[str, Boxed]) -> None:
-    """Check that no two tensors share bytes, unless they share all (tied parameters). So a small malicious file cannot
-    make the reader allocate more than the file's size."""
-    with_boxes = [tensor for tensor in tensors.values() if tensor.boxes]
-    parts = sorted({(box.slice.file, box.slice.offset, box.slice.length) for t in with_boxes for box in t.boxes})
-    if any(a[0] == b[0] and a[1] + a[2] > b[1] for a, b in pairwise(parts)):
-        refuse("has slices that overlap")
-    whole: dict[tuple[Slice, ...], Boxed] = {}
-    same = [tensor == whole.setdefault(tuple(box.slice for box in tensor.boxes), tensor) for tensor in with_boxes]
-    if not all(same) or sum(len(slices) for slices in whole) != len(parts):
-        refuse("has a slice that belongs to several tensors")
-    for tensor in with_boxes:
-        for box in tensor.boxes:
-            if box.numel * tensor.dtype.itemsize > box.slice.length:
-                refuse(f"has a box of {box.numel} elements in a slice of {box.slice.length} bytes")
-
-
-def _slice(info: Any) -> Slice:
-    state = _state(info, _INFO)
-    name = expect_file_name(state.get("relative_path"))
-    if state.get("transform_descriptors"):
-        refuse(f"has transformed (compressed?) slices in {name}")
-    offset, length = (integer(state.get(key), f"the {key} of a slice", 1 << 62) for key in ("offset", "length"))
-    return Slice(name, offset, length)
-
-
-def _known(slices: dict[tuple[str, tuple[int, ...] | None], Slice], name: str, at: tuple[int, ...] | None) -> Slice:
-    if (name, at) not in slices:
-        refuse(f"does not say where {short(name)} lies{'' if at is None else f', at {short(at)}'}")
-    return slices[name, at]
-
-
-def _state(value: Any, of: str) -> dict[str, Any]:
-    """The attributes of a pickled object of that class."""
-    if not isinstance(value, Recipe) or value.of != of:
-        refuse(f"has something else where a {of.rpartition('.')[2]} is expected")
-    return {} if value.state is None else typed(value.state, dict, "a state")
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, Recipe) or value.of != "torch.Size" or len(value.args) != 1:
-        refuse(f"has {short(value)} where a torch.Size is expected")
-    return sizes(list(typed(value.args[0], tuple, "a size")), "a tensor")

@@ -15,7 +15,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups, saved_optimizers
 from zeroshard.checkpoint.writer import SYNC_BYTES
-from zeroshard.exchange.dcp_folder import METADATA
+from zeroshard.exchange.dcp_metadata import METADATA
 from zeroshard.exchange.exported import expect_no_checkpoints, place, stored_item
 from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval

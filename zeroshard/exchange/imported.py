@@ -18,7 +18,8 @@ from zeroshard.checkpoint.rank_state import blob, number
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.errors import AlreadyExists, InvalidValue
-from zeroshard.exchange.dcp_folder import Box, DcpFolder
+from zeroshard.exchange.dcp_folder import DcpFolder
+from zeroshard.exchange.dcp_metadata import Box
 from zeroshard.io.tensor_file import INDEX, SINGLE, open_model
 from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
