@@ -22,7 +22,7 @@ import zeroshard
 from tests.failures.common import Ranks
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, give_up_after
-from zeroshard.comm import watch
+from zeroshard.comm import rank_watch
 from zeroshard.comm.messages import Announcement
 from zeroshard.model import units
 from zeroshard.runtime.life import Life
@@ -189,7 +189,7 @@ def test_all_ranks_leave_when_one_has_failed(has_parts: bool, monkeypatch: pytes
     """The watch wakes a waiting rank; the rank abandons the handle, and its process ends normally. (`has_parts`: with
     root parts in flight, which the hook after the model's call once waited for again, and raised again.)"""
     monkeypatch.setattr(units, "PART_BYTES", 0 if has_parts else units.PART_BYTES)
-    monkeypatch.setattr(watch, "GRACE_SECONDS", AT_ONCE)  # on a busy machine, 2 s may pass before the rank has ended
+    monkeypatch.setattr(rank_watch, "GRACE_SECONDS", AT_ONCE)  # when busy, 2 s may pass before the rank has ended
 
     def check(rank: int, mark: Any) -> None:
         zeroshard.init()

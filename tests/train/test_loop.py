@@ -26,7 +26,7 @@ from tests.patience import AT_ONCE
 from zeroshard.checkpoint import Reader, files, steps
 from zeroshard.cli.main import run as run_command
 from zeroshard.cli.runs import saved_run
-from zeroshard.comm import watch
+from zeroshard.comm import rank_watch
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.testing import run_ranks
@@ -602,7 +602,7 @@ def test_a_damaged_step_is_passed_over_aloud(
 
 
 def meets_a_full_disk(rank: int, config: Config) -> str:
-    watch.GRACE_SECONDS = AT_ONCE  # so that each rank reports the error itself, even on a busy machine
+    rank_watch.GRACE_SECONDS = AT_ONCE  # so that each rank reports the error itself, even on a busy machine
     with disk_with(free=10_000) if rank == 1 else nullcontext():
         try:
             train(config)

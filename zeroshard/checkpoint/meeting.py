@@ -33,8 +33,8 @@ from zeroshard.comm import watch
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.heartbeat import BEAT_SECONDS
+from zeroshard.comm.rank_watch import GRACE_SECONDS, Watch
 from zeroshard.comm.store_line import Attended
-from zeroshard.comm.watch import GRACE_SECONDS
 
 _PART = 1 << 20  # a store refuses long values
 _FOLLOWERS = 64
@@ -65,7 +65,7 @@ class Meeting:
     ) -> None:
         """`combine`: makes one part of several; whoever gathers the reports of others passes on one part."""
         self.rank, self.size, self._timeout = 0, 1, 0.0
-        self._watch: watch.Watch | None = None
+        self._watch: Watch | None = None
         self._ranks: tuple[int, ...] = (0,)
         store: Store = HashStore()
         if collectives is not None:
