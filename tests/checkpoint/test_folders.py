@@ -20,8 +20,9 @@ from torch import nn
 import zeroshard
 from tests.checkpoint.common import same_bits
 from tests.kit import State
-from zeroshard.checkpoint import files, folders, newest_good
-from zeroshard.checkpoint.folders import LATEST, find, latest, steps, sweep
+from zeroshard.checkpoint import files, folders, newest_good, pruning
+from zeroshard.checkpoint.folders import LATEST, find, latest, steps
+from zeroshard.checkpoint.pruning import sweep
 from zeroshard.io.values import decode, encode
 from zeroshard.testing import run_ranks
 
@@ -104,7 +105,7 @@ def test_a_latest_step_without_its_manifest_is_not_passed_over(tmp_path: Path) -
     manifest, problems = newest_good(tmp_path)
     assert manifest is not None and manifest.step == 6, "an earlier step, not a later one of a previous run"
     assert len(problems) == 1 and "step-9/manifest.json does not exist" in problems[0]
-    folders.sweep(tmp_path)
+    pruning.sweep(tmp_path)
     assert (tmp_path / "step-9").is_dir()  # it has not been taken for what an interrupted save has left
     files.remove_folder(tmp_path / "step-9")
     assert find(tmp_path, None).name == "step-12"
@@ -125,15 +126,15 @@ def test_a_damaged_step_does_not_push_out_a_good_one(tmp_path: Path, monkeypatch
         return path.read_bytes()
 
     monkeypatch.setattr(folders, "read_whole", noted)
-    assert folders.to_prune(tmp_path, keep_last=1) == [1, 2] and seen == ["step-5", "step-4", "step-3"]
-    assert folders.to_prune(tmp_path, keep_last=2) == [1]
+    assert pruning.to_prune(tmp_path, keep_last=1) == [1, 2] and seen == ["step-5", "step-4", "step-3"]
+    assert pruning.to_prune(tmp_path, keep_last=2) == [1]
     assert zeroshard.prune(tmp_path, keep_last=1) == [1, 2]
     assert list(steps(tmp_path)) == [3, 4, 5] and zeroshard.prune(tmp_path, keep_last=3) == []
 
 
 def test_prune_of_a_directory_that_does_not_exist_raises(tmp_path: Path) -> None:
     assert zeroshard.prune(tmp_path) == []
-    for work in (zeroshard.prune, folders.to_prune):
+    for work in (zeroshard.prune, pruning.to_prune):
         with pytest.raises(zeroshard.CheckpointError, match="holds no checkpoint: there is no such folder"):
             work(tmp_path / "nowhere")
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint import files, folders
+from zeroshard.checkpoint import files, pruning, publishing
 from zeroshard.testing import run_ranks
 
 CALLS = ("make_folder", "create", "sync", "rename", "replace", "remove_file", "remove_empty_folder", "lock_folder")
@@ -68,7 +68,7 @@ def check(rank: int, folder: Path) -> tuple[int, int, int]:
             zeroshard.save(new, handle, step=1)
         count[0] = another.calls
         prepare(again, handle)
-        with AnotherProcess(lambda to=again: folders.sweep(to), at) as another:  # type: ignore[misc]
+        with AnotherProcess(lambda to=again: pruning.sweep(to), at) as another:  # type: ignore[misc]
             zeroshard.save(again, handle, step=3)
         count[1] = another.calls
         prepare(pruned, handle)
@@ -128,7 +128,7 @@ def tell_apart(rank: int, folder: Path) -> list[int]:
             of_step = zeroshard.checkpoint.Reader(directory / "step-3").tensor("model/weight")
             assert torch.equal(of_step.cpu(), values[0 if first else 1].cpu()), at
             zeroshard.verify(directory / "step-3")
-            folders.sweep(directory)
+            pruning.sweep(directory)
             assert sorted(os.listdir(directory)) == ["latest", "step-3"], at
             refused = [refused[0] + (not first), refused[1] + (not second), refused[2] + 1]
     assert all("another process has saved" in text for text in said)
@@ -172,13 +172,13 @@ def rename_again(rank: int, directory: Path) -> None:
         zeroshard.verify(directory / "step-1")
     files.rename = rename
     with pytest.raises(FileNotFoundError):
-        folders.publish(directory / "step-2.tmp-ab", 2, "ab", None)
+        publishing.publish(directory / "step-2.tmp-ab", 2, "ab", None)
     (directory / "step-2.tmp-ab").mkdir()
     files.rename = lambda source, target: os.rmdir(source) or rename(source, target)
     with pytest.raises(FileNotFoundError):
-        folders.publish(directory / "step-2.tmp-ab", 2, "ab", None)
+        publishing.publish(directory / "step-2.tmp-ab", 2, "ab", None)
     files.rename = rename
-    folders.sweep(directory)
+    pruning.sweep(directory)
     assert sorted(os.listdir(directory)) == ["latest", "step-1"]
 
 

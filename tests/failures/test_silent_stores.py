@@ -23,7 +23,7 @@ import zeroshard
 from tests.checkpoint.common import Run
 from tests.failures.common import Ranks, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
-from zeroshard.checkpoint import folders
+from zeroshard.checkpoint import publishing
 from zeroshard.comm import watch
 from zeroshard.comm.blame import Seen, blame
 from zeroshard.comm.found import holder_of
@@ -53,14 +53,14 @@ def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background:
     zeroshard.init()
     run = Run(rank, "zero1", "fp32").train([0])
     wait_until_noted()
-    publish = folders.publish
+    publish = publishing.publish
 
     def stopped(*arguments: Any) -> None:
         mark()
         os.kill(os.getpid(), signal.SIGSTOP)
         publish(*arguments)
 
-    folders.publish = stopped
+    publishing.publish = stopped
     zeroshard.save(directory, run.handle, run.optimizer, step=1, background=background).wait()
     run.train([1])
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint import files, folders
+from zeroshard.checkpoint import files, folders, pruning, publishing
 from zeroshard.checkpoint.index import DIGEST_LENGTH
 from zeroshard.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -56,7 +56,7 @@ class Opened:
     """The temporary folder of a step: the lock on it, and the folder that had the name of the step at that time."""
 
     lock: int
-    replaces: folders.Found
+    replaces: folders.Identity
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Job:
             files.write_new(self.folder / MANIFEST_NAME, data)
             self.meeting.beat()
             assert self.opened is not None, "rank 0"
-            folders.publish(self.folder, step, self.base.id, self.opened.replaces)
+            publishing.publish(self.folder, step, self.base.id, self.opened.replaces)
         except BaseException as error:
             # Before `discard`: a rank that still writes would create files in the folder while it is removed.
             self.meeting.let_stop()
@@ -126,8 +126,8 @@ class Job:
             # The rename is durable only after the parent folder is synced (fsync(2)), and `latest` must not name a step
             # whose rename a power failure undoes. From here on an error undoes nothing: the step is committed.
             files.sync_folder(self.folder.parent)
-            folders.set_latest(self.folder.parent, step, self.base.id)
-            folders.sweep(self.folder.parent)
+            publishing.set_latest(self.folder.parent, step, self.base.id)
+            pruning.sweep(self.folder.parent)
         except BaseException as error:
             follows = "rank 0 failed in what follows (sync, latest, sweep)"
             verdict = f"step {step} is in place, but {follows}: {in_words(error)}"
@@ -167,15 +167,15 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Open
         NotWritten: there is not enough space; the message has the numbers.
         CheckpointError: something else has the name of the step.
     """
-    folders.expect_no_other(directory, base.step)
+    publishing.expect_no_other(directory, base.step)
     files.make_folders(directory)
-    folders.sweep(directory)
+    pruning.sweep(directory)
     of_files = [size for num_bytes, index_bytes, _ in sizes for size in (num_bytes, index_bytes)]
     of_files.append(len(base.encode()) + sum(part for *_, part in sizes))
     free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
     if needed > free:
         raise NotWritten(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
-    replaces, folder = folders.found(directory, base.step), temporary_folder(directory, base)
+    replaces, folder = folders.identity(directory / folders.step_name(base.step)), temporary_folder(directory, base)
     while (lock := _made_and_locked(folder)) is None:
         time.sleep(0.01)  # the other process still has it
     return Opened(lock, replaces)

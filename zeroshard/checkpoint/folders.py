@@ -1,4 +1,4 @@
-"""The directory of steps: lists them, finds the latest, publishes new ones, and removes old or incomplete ones.
+"""The directory of steps: what is in it, and which step is the latest. Nothing here changes it.
 
 step-12/                    a committed step: never written to again
 latest                      "step-12 <check>"
@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 from zeroshard.checkpoint import files
@@ -25,7 +24,6 @@ from zeroshard.io.tensor_file import read_whole
 LATEST = "latest"
 ON_SHARED_FILES = "checkpoints need a folder on a file system that all machines share"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})(?:\.old-[0-9a-f]+)?")
-_LEFT_OVER = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+|\.trash-.+|\.latest\.tmp-[0-9a-f]+")
 
 
 def new_id() -> str:
@@ -56,7 +54,7 @@ def step_of(name: str) -> int | None:
 def steps(directory: Path | str) -> dict[int, Path]:
     """Committed steps, in order -> their folders. Empty if the directory does not exist."""
     found: dict[int, Path] = {}
-    for name in sorted(_names(Path(directory)), reverse=True):  # "step-3" comes last and wins over "step-3.old-..."
+    for name in sorted(names_in(Path(directory)), reverse=True):  # "step-3" comes last and wins over "step-3.old-..."
         step = step_of(name)
         if step is not None and (Path(directory) / name / MANIFEST_NAME).is_file():
             found[step] = Path(directory) / name
@@ -65,7 +63,7 @@ def steps(directory: Path | str) -> dict[int, Path]:
 
 def without_manifest(directory: Path | str) -> dict[int, Path]:
     """Steps whose folder step-N lacks the manifest, in order -> their folders."""
-    paths = (Path(directory) / name for name in _names(Path(directory)))
+    paths = (Path(directory) / name for name in names_in(Path(directory)))
     found = {step: path for path in paths if (step := step_of(path.name)) is not None and _lacks_manifest(path)}
     return dict(sorted(found.items()))
 
@@ -80,25 +78,11 @@ def is_step(folder: Path) -> bool:
     return (folder / MANIFEST_NAME).is_file() and (named or any(folder.glob("rank-*.safetensors")))
 
 
-def _is_foreign(path: Path) -> bool:
+def is_foreign(path: Path) -> bool:
     """Whether something with the name of a step is not one: it has files, and neither a rank's nor our manifest."""
     if path.is_symlink() or not path.is_dir():
         return os.path.lexists(path)
-    return bool(_names(path)) and not any(path.glob("rank-*.safetensors")) and not _has_good_manifest(path)
-
-
-def expect_no_other(directory: Path, step: int) -> None:
-    """Called before a save, which replaces the folder of the step as a whole.
-
-    Raises:
-        CheckpointError: what has its name is no step.
-    """
-    path = directory / step_name(step)
-    if _is_foreign(path):
-        raise CheckpointError(
-            f"{path} is no step of a checkpoint, and saving step {step} would remove it: rename it, or save in another "
-            "directory"
-        )
+    return bool(names_in(path)) and not any(path.glob("rank-*.safetensors")) and not has_good_manifest(path)
 
 
 def find(directory: Path, step: int | None) -> Path:
@@ -115,7 +99,7 @@ def find(directory: Path, step: int | None) -> Path:
         return directory
     known = steps(directory)
     if not known:
-        raise CheckpointError(f"{directory} {_why_none(directory)}")
+        raise CheckpointError(f"{directory} {why_none(directory)}")
     chosen = latest(directory) if step is None else step
     if chosen not in known and step is None:
         expect_manifest_of_latest(directory, chosen, known)
@@ -152,7 +136,7 @@ def expect_shared(path: Path, how: str) -> None:
         )
 
 
-def _why_none(directory: Path) -> str:
+def why_none(directory: Path) -> str:
     """The reason why no checkpoint is found there, for the error message."""
     if directory.is_file():
         return (
@@ -161,7 +145,7 @@ def _why_none(directory: Path) -> str:
         )
     if not directory.exists():
         return "holds no checkpoint: there is no such folder"
-    begun = [name for name in sorted(_names(directory)) if step_of(name) is not None]
+    begun = [name for name in sorted(names_in(directory)) if step_of(name) is not None]
     if begun:
         return f"holds no checkpoint: {begun[-1]} has no {MANIFEST_NAME}, without which it cannot be read"
     if step_of(directory.name) is not None:
@@ -192,34 +176,12 @@ def latest(directory: Path) -> int | None:
     return int(match[2])
 
 
-def set_latest(directory: Path, step: int, unique: str) -> None:
-    temporary = directory / f".{LATEST}.tmp-{unique}"
-    name = step_name(step)
-    try:
-        # A new file and a rename, so that no reader, and no crash, finds a file that is half written.
-        while True:
-            files.write_new(temporary, f"{name} {digest_of(name.encode())}\n".encode())
-            with suppress(FileNotFoundError):  # the sweep of another process has taken it for a left-over
-                files.replace(temporary, directory / LATEST)
-                break
-    except BaseException:
-        with suppress(OSError):
-            files.remove_file(temporary)
-        raise
-    files.sync_folder(directory)
-
-
-Found = tuple[int, ...] | None
+Identity = tuple[int, ...] | None
 """Tells the folder of a step apart from any other one of that name; None: there is none."""
 
 
-def found(directory: Path, step: int) -> Found:
-    """The folder that has the name of the step now."""
-    return identity(directory / step_name(step))
-
-
-def identity(folder: Path | int) -> Found:
-    """See `Found`. `folder`: a path, or a descriptor."""
+def identity(folder: Path | int) -> Identity:
+    """See `Identity`. `folder`: a path, or a descriptor."""
     try:
         of_folder = os.stat(folder)
         # The time as well, as the number of a folder that was removed may be used again.
@@ -229,151 +191,7 @@ def identity(folder: Path | int) -> Found:
     return of_folder.st_dev, of_folder.st_ino, manifest.st_ino, manifest.st_mtime_ns
 
 
-def publish(temporary: Path, step: int, unique: str, replaces: Found) -> None:
-    """Rename a complete temporary folder to its final name. An existing step of that name is moved aside first, and
-    removed by `sweep` later. The caller must sync the directory.
-
-    Args:
-        replaces: what `found` returned when the save began.
-
-    Raises:
-        CheckpointError: another process has saved that step since, or does so now.
-    """
-    directory = temporary.parent
-    final = directory / step_name(step)
-    aside = directory / f"{step_name(step)}.old-{unique}"
-    # The entries of the folder must be on disk before it gets its final name: otherwise a step could lack files after a
-    # power failure.
-    files.sync_folder(temporary)
-    ours = identity(temporary)
-    lock = _locked_to_replace(final, replaces)
-    try:
-        if lock is not None:
-            # Two renames, as rename(2) does not replace a folder that is not empty. After a crash between them, the
-            # `.old-` folder counts as the step (`steps`), and `sweep` gives it its name back.
-            with suppress(FileNotFoundError):  # another process has pruned it
-                files.rename(final, aside)
-        try:
-            files.rename(temporary, final)
-        except BaseException as error:
-            if isinstance(error, FileNotFoundError) and ours is not None and identity(final) == ours:
-                return  # a network file system that has renamed it, lost its answer, and tried again
-            if final.exists():
-                raise CheckpointError(_saved_by_another(final)) from error
-            if aside.exists():
-                files.rename(aside, final)
-            raise
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked_to_replace(final: Path, replaces: Found) -> int | None:
-    """The lock on the folder of the step that is there already; None: there is none. Locked, so that no other process
-    replaces it as well, nor removes it between the two renames.
-
-    Raises:
-        CheckpointError: as `publish`.
-    """
-    try:
-        lock = files.lock_folder(final)
-    except FileNotFoundError:
-        return None
-    # Whoever has the lock has just given this name to a folder, or is about to do so. Whoever had it may have renamed
-    # the folder before it was locked here.
-    is_ours = lock is not None and identity(lock) == replaces and identity(final) == replaces
-    if not is_ours:
-        if lock is not None:
-            os.close(lock)
-        raise CheckpointError(_saved_by_another(final))
-    return lock
-
-
-def _saved_by_another(final: Path) -> str:
-    return (
-        f"another process has saved {final} since this save began, and that one stays: each run needs a directory of "
-        "its own"
-    )
-
-
-def sweep(directory: Path) -> None:
-    """Remove what interrupted saves and removals have left. A step that was moved aside and not replaced gets its name
-    back. Folders that are locked by a running save are not touched. Other processes may do the same."""
-    known = steps(directory)
-    for name in _names(directory):
-        path = directory / name
-        is_left = bool(_LEFT_OVER.fullmatch(name)) or (step_of(name) is not None and ".old-" in name)
-        if is_left and not path.is_symlink():
-            with suppress(FileNotFoundError):  # another process has removed or renamed it in the meantime
-                _sweep_one(path, directory / name.partition(".")[0] if path in known.values() else None)
-
-
-def _sweep_one(path: Path, step: Path | None) -> None:
-    """`step`: the name that a folder gets back; None: remove it."""
-    if not path.is_dir():
-        files.remove_file(path)
-    elif (lock := files.lock_folder(path)) is not None:
-        try:
-            if step is not None:
-                files.rename(path, step)
-                files.sync_folder(path.parent)
-            else:
-                _remove(path)
-        finally:
-            os.close(lock)
-
-
-def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
-    """Remove old steps, and what interrupted saves have left. Not collective: call it on one rank.
-
-    Args:
-        keep_last: how many of the newest steps to keep. Steps whose manifest is damaged do not count, and stay. The
-            step that `latest` names is kept, too.
-        keep_every: also keep steps that are multiples of this number.
-
-    Returns:
-        The steps that were removed.
-
-    Raises:
-        ValueError: one of the numbers is below 1.
-        CheckpointError: there is no such folder, or `latest` is damaged.
-    """
-    directory = Path(directory)
-    to_prune(directory, keep_last=keep_last, keep_every=keep_every)
-    sweep(directory)
-    gone, known = to_prune(directory, keep_last=keep_last, keep_every=keep_every), steps(directory)
-    for step in gone:
-        with suppress(FileNotFoundError, KeyError):  # another process has removed it in the meantime
-            _remove(known[step])
-    return gone
-
-
-def to_prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:
-    """The steps that `prune` would remove. Raises as `prune` does."""
-    if keep_last < 1 or (keep_every is not None and keep_every < 1):
-        raise InvalidValue(f"keep_last and keep_every must be at least 1, found {keep_last} and {keep_every}")
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} {_why_none(directory)}")
-    known = steps(directory)
-    kept = {*_newest(known, keep_last), latest(directory)}
-    old = [step for step in known if step not in kept and (keep_every is None or step % keep_every)]
-    return [step for step in old if not _is_foreign(known[step])]
-
-
-def _newest(known: dict[int, Path], number: int) -> list[int]:
-    """The newest steps, back to the one that makes `number` whose manifest can be read. So damaged steps do not push
-    out good ones. Older manifests are not read."""
-    found: list[int] = []
-    for step in reversed(known):
-        if number == 0:
-            break
-        found.append(step)
-        number -= _has_good_manifest(known[step], step)
-    return found
-
-
-def _has_good_manifest(folder: Path, step: int | None = None) -> bool:
+def has_good_manifest(folder: Path, step: int | None = None) -> bool:
     """Whether the manifest has its digest, and is that of `step` (None: of any). The files are not read."""
     if folder.is_symlink():  # `Reader` refuses it
         return False
@@ -384,17 +202,7 @@ def _has_good_manifest(folder: Path, step: int | None = None) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder; rename it first, so that a partly removed folder does not look like a checkpoint."""
-    trash = folder
-    if not folder.name.startswith(".trash-"):
-        trash = folder.parent / f".trash-{folder.name}-{new_id()}"
-        files.rename(folder, trash)
-        files.sync_folder(folder.parent)
-    files.remove_folder(trash)
-
-
-def _names(directory: Path) -> list[str]:
+def names_in(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):

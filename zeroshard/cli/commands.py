@@ -9,7 +9,7 @@ import click
 import torch
 
 from zeroshard import checkpoint, exchange
-from zeroshard.checkpoint import CheckpointError, Reader, folders
+from zeroshard.checkpoint import CheckpointError, Reader, folders, pruning
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.cli.terminal import Command, Damaged, Size, printable, say, table
@@ -196,7 +196,7 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
     _expect_no_step(directory)
     if not folders.steps(directory):
         raise click.ClickException(f"{directory} holds no checkpoint")
-    work = folders.to_prune if dry_run else folders.prune
+    work = pruning.to_prune if dry_run else pruning.prune
     gone = work(directory, keep_last=keep_last, keep_every=keep_every)
     say(f"{'would remove' if dry_run else 'removed'} {', '.join(map(folders.step_name, gone)) or 'nothing'}")
 
