@@ -24,8 +24,10 @@ from zeroshard.integrations.sharding import (
     Sharding,
     expect_handle_of,
     handle_of_model,
+    is_movable,
     needing,
     optimizer_of,
+    scaling_optimizer,
     trained_state,
 )
 from zeroshard.loss_scale import DynamicScale
@@ -107,8 +109,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Move the model to its device, compile it if requested, and shard it (also for evaluation, as it may be too
         large for one rank). Collective."""
-        if handle_of_model(model) is not None or any(parameter.is_meta for parameter in model.parameters()):
-            device_placement = False  # a sharded model must not be moved; shard() moves one on the meta device
+        if not is_movable(model):
+            device_placement = False
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         sharded = self.unwrap_model(prepared, keep_torch_compile=False)
         handle = self.sharding.shard(sharded)
@@ -154,17 +156,13 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             RuntimeError: several models have a loss scale.
         """
-        scaled = {id(one.handle): one for one in self._sharded_optimizers() if one.scaling.default is not None}
-        if len(scaled) > 1:
-            raise InvalidState(
-                "accelerator.backward: several models have a loss scale, and a loss does not say whose it is: call "
-                "optimizer.optimizer.backward(loss) of that model's optimizer"
-            )
+        instead = "call optimizer.optimizer.backward(loss) of that model's optimizer"
+        optimizer = scaling_optimizer(self._sharded_optimizers(), "accelerator.backward", instead)
         loss = loss / self.gradient_accumulation_steps
-        for optimizer in scaled.values():
+        if optimizer is not None:
             optimizer.backward(loss, **kwargs)
-            return
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        else:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroshard.comm.joining import init
-from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
-from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state
+from zeroshard.integrations.sharding import (
+    Sharding,
+    expect_handle_of,
+    handle_of_model,
+    is_movable,
+    needing,
+    scaling_optimizer,
+    trained_state,
+)
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
@@ -83,20 +91,15 @@ class FabricStrategy(DDPStrategy):
         Raises:
             RuntimeError: several models have a loss scale, and `module` is None.
         """
-        alive = [one for reference in self._optimizers if (one := reference()) is not None]
-        scaled = {id(one.handle): one for one in alive if one.scaling.default is not None}
+        found = [one for reference in self._optimizers if (one := reference()) is not None]
         if module is not None:
             handle = expect_handle_of(module, "fabric.setup(model)")
-            scaled = {key: one for key, one in scaled.items() if one.handle is handle}
-        if len(scaled) > 1:
-            raise InvalidState(
-                "fabric.backward: several models have a loss scale, and a loss does not say whose it is: "
-                "fabric.backward(loss, model=model)"
-            )
-        for optimizer in scaled.values():
+            found = [one for one in found if one.handle is handle]
+        optimizer = scaling_optimizer(found, "fabric.backward", "fabric.backward(loss, model=model)")
+        if optimizer is not None:
             optimizer.backward(tensor, **kwargs)
-            return
-        super().backward(tensor, module, *args, **kwargs)
+        else:
+            super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -211,11 +214,6 @@ def _output_of(plugin: Any) -> torch.dtype | None:
         return torch.float32
     converted: torch.dtype = plugin.convert_output(torch.empty(0, dtype=torch.float16, device="cpu")).dtype
     return None if converted == torch.float16 else converted
-
-
-def is_movable(module: nn.Module) -> bool:
-    """Whether `module.to(device)` is allowed: the module is neither sharded nor on the meta device."""
-    return handle_of_model(module) is None and not any(parameter.is_meta for parameter in module.parameters())
 
 
 def load_into(handle: Handle, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:

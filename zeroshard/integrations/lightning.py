@@ -14,9 +14,16 @@ from torch import Tensor
 
 from zeroshard.comm.joining import init
 from zeroshard.handle import Handle
-from zeroshard.integrations.fabric import NAMES, expect_no_ddp_options, in_precision_of, is_movable, load_into
+from zeroshard.integrations.fabric import NAMES, expect_no_ddp_options, in_precision_of, load_into
 from zeroshard.integrations.fabric import FabricStrategy as FabricStrategy
-from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing, trained_state
+from zeroshard.integrations.sharding import (
+    Sharding,
+    expect_handle_of,
+    handle_of_model,
+    is_movable,
+    needing,
+    trained_state,
+)
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
 

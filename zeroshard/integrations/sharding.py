@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.errors import InvalidValue, NotInstalled
+from zeroshard.errors import InvalidState, InvalidValue, NotInstalled
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
 from zeroshard.model.casting import Precisions, Rules
@@ -217,6 +217,11 @@ def expect_handle_of(model: nn.Module, what: str) -> Handle:
     return handle
 
 
+def is_movable(model: nn.Module) -> bool:
+    """Whether `model.to(device)` is allowed: not of a sharded model; `shard` itself moves one on the meta device."""
+    return handle_of_model(model) is None and not any(parameter.is_meta for parameter in model.parameters())
+
+
 def trained_state(handle: Handle) -> dict[str, Tensor]:
     """Names and full values of the plain model on the CPU, on rank 0: main's values in the dtypes from before `shard`,
     as the framework would find them in a plain model. The other ranks get an empty dict. Collective."""
@@ -237,6 +242,18 @@ def optimizer_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Sharde
         if asked == {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}:
             return optimizer
     return None
+
+
+def scaling_optimizer(optimizers: Iterable[ShardedOptimizer], call: str, instead: str) -> ShardedOptimizer | None:
+    """The optimizer that scales a loss; None: none of these does. `call`, `instead`: for the message.
+
+    Raises:
+        RuntimeError: optimizers of several models do.
+    """
+    scaled = {id(one.handle): one for one in optimizers if one.scaling.default is not None}
+    if len(scaled) > 1:
+        raise InvalidState(f"{call}: several models have a loss scale, and a loss does not say whose it is: {instead}")
+    return next(iter(scaled.values()), None)
 
 
 @contextmanager
