@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make
 from zeroshard.model.units import choose_units
-from zeroshard.planning import Configuration, Trace, Workload, activations, dry_run, fit, forecast
+from zeroshard.planning import Configuration, Trace, Workload, activations, dry_run, fit, forecasting
 from zeroshard.planning.activations import Live
 from zeroshard.testing import run_ranks
 
@@ -294,9 +294,9 @@ def test_what_is_tried_together_is_traced_and_planned_once(monkeypatch: pytest.M
         return call
 
     monkeypatch.setattr(activations, "_trace", counted("trace", activations._trace))
-    monkeypatch.setattr(forecast, "needs_of", counted("needs", forecast.needs_of))
-    monkeypatch.setattr(forecast, "choose_units", counted("units", forecast.choose_units))
-    monkeypatch.setattr(forecast.Checkpoint, "file", counted("file", forecast.Checkpoint.file))
+    monkeypatch.setattr(forecasting, "needs_of", counted("needs", forecasting.needs_of))
+    monkeypatch.setattr(forecasting, "choose_units", counted("units", forecasting.choose_units))
+    monkeypatch.setattr(forecasting.Checkpoint, "file", counted("file", forecasting.Checkpoint.file))
     for middle, traces in ((Wide, 2 * (1 + 2)), (Scaled, 2 * (2 + 3))):
         with torch.device("meta"):
             model = Model()

@@ -11,7 +11,7 @@ from zeroshard.planning.fit import cheapest_first as cheapest_first
 from zeroshard.planning.fit import fit as fit
 from zeroshard.planning.forecast import Forecast as Forecast
 from zeroshard.planning.forecast import Phase as Phase
-from zeroshard.planning.forecast import plan as plan
+from zeroshard.planning.forecasting import plan as plan
 from zeroshard.planning.hints import Hint as Hint
 from zeroshard.planning.moments import Moment as Moment
 from zeroshard.planning.time_model import MACHINES as MACHINES

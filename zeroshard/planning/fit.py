@@ -17,7 +17,8 @@ from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.configuration import Configuration
-from zeroshard.planning.forecast import Forecast, plan
+from zeroshard.planning.forecast import Forecast
+from zeroshard.planning.forecasting import plan
 from zeroshard.planning.in_words import in_units
 from zeroshard.planning.once import traced_once
 from zeroshard.planning.time_model import Machine

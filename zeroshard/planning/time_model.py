@@ -92,15 +92,17 @@ MACHINES: dict[str, Machine] = {
 """Presets. For your own machine, make a `Machine` with the rates that you have measured."""
 
 
-def machine_named(name: str) -> Machine:
-    """The preset of that name.
+def as_machine(machine: Machine | str) -> Machine:
+    """A machine, or the preset of that name.
 
     Raises:
         ValueError: there is no such preset.
     """
-    if name not in MACHINES:
-        raise InvalidValue(f"machine must be one of {', '.join(MACHINES)}, found {name!r}")
-    return MACHINES[name]
+    if not isinstance(machine, str):
+        return machine
+    if machine not in MACHINES:
+        raise InvalidValue(f"machine must be one of {', '.join(MACHINES)}, found {machine!r}")
+    return MACHINES[machine]
 
 
 @dataclass(frozen=True)
@@ -124,34 +126,6 @@ class StepTime:
         return self.compute + self.update + self.exposed
 
 
-def step_time(
-    training: Training,
-    events: Mapping[CommEvent, int],
-    machine: Machine,
-    *,
-    tokens: int,
-    micro_batches: int = 1,
-    recompute: bool = False,
-    looked_up: Collection[str] = (),
-) -> StepTime:
-    """The time of a step.
-
-    Args:
-        events: the messages of a step: event -> how often.
-        tokens: in one micro-batch of one rank.
-        recompute: whether forward runs a second time in backward.
-        looked_up: names of the parameters that are not multiplied with each token: embeddings.
-    """
-    runs = _runs(training, machine, tokens, micro_batches, recompute, looked_up)
-    compute = sum(run.seconds for run in runs)
-    update = _bytes_of_update(training) / machine.memory
-    messages = _Messages.of(training, events, machine)
-    exposed = messages.total
-    if machine.overlaps:
-        exposed = min(exposed, messages.exposed(runs, micro_batches))
-    return StepTime(compute, update, messages.total, exposed)
-
-
 def message_seconds(training: Training, events: Mapping[CommEvent, int], machine: Machine) -> float:
     """The sum of all messages of a step: `StepTime.communication`, which depends on no tokens."""
     return _Messages.of(training, events, machine).total
@@ -169,30 +143,51 @@ class Span:
     stop: float
 
 
-def timeline(
-    training: Training,
-    events: Mapping[CommEvent, int],
-    machine: Machine,
-    *,
-    tokens: int,
-    micro_batches: int = 1,
-    recompute: bool = False,
-    looked_up: Collection[str] = (),
-) -> tuple[Span, ...]:
-    """When each unit computes, and when its messages are under way; the last span ends at `step_time(...).total`. The
-    arguments are those of `step_time`."""
-    messages = _Messages.of(training, events, machine)
-    runs = _runs(training, machine, tokens, micro_batches, recompute, looked_up)
-    spans = list(messages.schedule(runs, micro_batches))
-    if not machine.overlaps:
-        spans = _one_after_the_other(spans)
-    end = max((span.stop for span in spans), default=0.0)
-    others, update = messages.others, _bytes_of_update(training) / machine.memory
-    return (
-        *spans,
-        Span("others", "control and owners", "step", end, end + others),
-        Span("compute", "update", "step", end + others, end + others + update),
-    )
+class StepModel:
+    """A step in time, by the model."""
+
+    def __init__(
+        self,
+        training: Training,
+        events: Mapping[CommEvent, int],
+        machine: Machine,
+        *,
+        tokens: int,
+        micro_batches: int,
+        recompute: bool,
+        looked_up: Collection[str],
+    ) -> None:
+        """
+        Args:
+            events: the messages of a step: event -> how often.
+            tokens: in one micro-batch of one rank.
+            recompute: whether forward runs a second time in backward.
+            looked_up: names of the parameters that are not multiplied with each token: embeddings.
+        """
+        self._runs = _runs(training, machine, tokens, micro_batches, recompute, looked_up)
+        self._messages = _Messages.of(training, events, machine)
+        self._update = _bytes_of_update(training) / machine.memory
+        self._micro_batches, self._overlaps = micro_batches, machine.overlaps
+
+    def time(self) -> StepTime:
+        """Seconds of the step, in four parts."""
+        exposed = communication = self._messages.total
+        if self._overlaps:
+            exposed = min(exposed, self._messages.exposed(self._runs, self._micro_batches))
+        return StepTime(sum(run.seconds for run in self._runs), self._update, communication, exposed)
+
+    def timeline(self) -> tuple[Span, ...]:
+        """When each unit computes, and when its messages are under way; the last span ends at `time().total`."""
+        spans = list(self._messages.schedule(self._runs, self._micro_batches))
+        if not self._overlaps:
+            spans = _one_after_the_other(spans)
+        end = max((span.stop for span in spans), default=0.0)
+        others = self._messages.others
+        return (
+            *spans,
+            Span("others", "control and owners", "step", end, end + others),
+            Span("compute", "update", "step", end + others, end + others + self._update),
+        )
 
 
 def _one_after_the_other(spans: Sequence[Span]) -> list[Span]:
