@@ -13,7 +13,12 @@ SHOWN_TO_NOBODY = {
     "AttributeError": "what Python says of any object",
     "TimeoutError": "of `testing.run_ranks`, with the ranks",
 }
-INTERNAL = ("zeroshard/layout/", "zeroshard/io/checked.py", "zeroshard/exchange/imported.py", "zeroshard/testing.py")
+INTERNAL = (
+    "zeroshard/layout/",
+    "zeroshard/io/checked.py",
+    "zeroshard/exchange/imported_dcp.py",
+    "zeroshard/testing.py",
+)
 """Files whose errors users do not see: internal arithmetic, and reasons that a longer message quotes."""
 
 
