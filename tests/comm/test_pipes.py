@@ -35,7 +35,8 @@ from tests.kit import (
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, Reentered, _Peer, connected
+from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, Reentered, _Peer
+from zeroshard.comm.trial import connected
 from zeroshard.placement import Plan
 from zeroshard.testing import expect_same_logs, run_ranks
 

@@ -15,7 +15,8 @@ import zeroshard
 from tests.failures.hosts import on_hosts
 from tests.kit import PLANS, Job, Outcome, same_bits, train
 from zeroshard.comm import shared_memory
-from zeroshard.comm.shared_memory import Probe, Process, SharedMemory
+from zeroshard.comm.shared_memory import Process, SharedMemory
+from zeroshard.comm.trial import Probe
 from zeroshard.testing import run_ranks
 
 

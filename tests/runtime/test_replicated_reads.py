@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.comm.shared_memory import Probe
+from zeroshard.comm.trial import Probe
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
 

@@ -28,11 +28,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.shared_memory import Process, open_of_peer
 from zeroshard.errors import Error, InvalidState
 
@@ -473,8 +470,6 @@ def _close_all(files: set[int]) -> None:
             os.close(file)
 
 
-_CONNECTED: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
-"""The pipes of each group whose ranks share memory."""
 _ALL: weakref.WeakSet[Pipes] = weakref.WeakSet()
 """The pipes of this process, connected or not."""
 _CHANGES = threading.Lock()
@@ -487,56 +482,6 @@ def _close_copies() -> None:
 
 
 os.register_at_fork(after_in_child=_close_copies)
-
-
-def connected(group: dist.ProcessGroup) -> Pipes | None:
-    """The pipes of a process group, which all its meshes share; None before its first mesh, and in a forked copy of
-    this process."""
-    found = _CONNECTED.get(group)
-    return None if found is None or found.is_forked_copy else found
-
-
-class Connecting:
-    """The steps in which one rank connects its pipes with those of its group: `card`, `connect`, `start`."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
-        """`rank` is the global rank of this process, `ranks` are those of the group."""
-        self._group, self._rank, self._ranks = group, rank, ranks
-        self._pipes: Pipes | None = None
-        with suppress(OSError):  # no file descriptors left: then all messages go through gloo
-            self._pipes = Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
-
-    def card(self) -> Card | None:
-        """This rank's card for the other ranks; None if it could not make pipes."""
-        return self._pipes.card(self._ranks) if self._pipes is not None else None
-
-    def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
-        """Open the pipes to all other ranks. Returns whether that worked.
-
-        Args:
-            pids: process numbers, in the order of the ranks.
-            cards: in the order of the ranks.
-        """
-        place, found = self._ranks.index(self._rank), {}
-        for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
-            if card is None:
-                return False
-            if rank != self._rank:
-                found[rank] = pid, card[place]
-        try:
-            assert self._pipes is not None, "all have a card"
-            self._pipes.connect(found)
-        except OSError:
-            return False
-        return True
-
-    def start(self, processes: Mapping[int, Process]) -> Pipes:
-        """Take the pipes into use. Call it only if `connect` returned True on all ranks."""
-        assert self._pipes is not None, "connected"
-        self._pipes.start()
-        self._pipes.processes = processes
-        _CONNECTED[self._group] = self._pipes
-        return self._pipes
 
 
 def interrupt_all() -> None:

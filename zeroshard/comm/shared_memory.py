@@ -2,7 +2,7 @@
 
 A segment is an anonymous file (memfd) that a peer maps through /proc/<pid>/fd. It has no name in a file system, so
 nothing is left behind, however a process ends. If this does not work (several hosts, another system, no access to
-/proc), the ranks find out at the start and exchange messages instead.
+/proc), the ranks find out at the start (`trial.py`), and exchange messages instead.
 
 A pid alone does not identify a rank: in containers every rank may be process 1, and /proc/1 is then the reader itself.
 So the label of each file contains a random number of its process, its *identity*, and a peer maps only a file with the
@@ -15,9 +15,9 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -150,40 +150,6 @@ class SharedMemory:
         """The mapped segments of peers (the peers' own memory, not a copy), and common memory. Own shards are not
         listed: their tensors have storages of their own."""
         return [*self._mapped.values(), *(part for one in self._commons.values() for part in (one.full, one.everyone))]
-
-
-class Probe:
-    """Tests whether all ranks can read each other's memory, with one small segment per rank: the owner writes its
-    identity, every peer that finds it there writes its own beside it, and the owner checks that all have."""
-
-    def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
-        self._shared, self._rank = shared, rank
-        self._segment = shared.allocate(8 * num_ranks)
-        self._slots = self._segment.view(torch.int64)
-        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process
-
-    def card(self) -> list[int]:
-        """What a peer needs to find the segment: [pid, identity, *location]."""
-        location = self._shared.locate(self._slots)
-        assert location is not None
-        return [*astuple(self._shared.process), *location]
-
-    def answer(self, cards: Sequence[list[int]]) -> bool:
-        """Write the own identity into the segment of each peer. False if a peer's segment cannot be found."""
-        for rank, (pid, identity, *location) in enumerate(cards):
-            if rank != self._rank:
-                try:
-                    slots = self._shared.peer(Process(pid, identity), Location(*location), self._slots)
-                except (OSError, RuntimeError):
-                    return False
-                if int(slots[rank]) != identity:
-                    return False
-                slots[self._rank] = self._shared.process.identity
-        return True
-
-    def is_answered(self, cards: Sequence[list[int]]) -> bool:
-        """Whether all peers have written their identity here. Call it after all peers have run `answer`."""
-        return self._slots.tolist() == [identity for _, identity, *_ in cards]
 
 
 def _label(process: Process, segment: int) -> str:

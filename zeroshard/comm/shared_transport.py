@@ -19,9 +19,10 @@ from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement, Doubts, Messages
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import Connecting, PeerGone, connected
-from zeroshard.comm.shared_memory import Location, Probe, Process, SharedMemory
+from zeroshard.comm.pipes import PeerGone
+from zeroshard.comm.shared_memory import Location, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, is_same_place
+from zeroshard.comm.trial import Connecting, Probe, connected
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 
 

@@ -1,0 +1,103 @@
+"""The trial at the start: whether each rank can read the others' memory, and write to their pipes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.backends import timeout_of
+from zeroshard.comm.pipes import Card, Pipes
+from zeroshard.comm.shared_memory import Location, Process, SharedMemory
+
+_CONNECTED: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
+"""The pipes of each group whose ranks share memory."""
+
+
+class Probe:
+    """Tests whether all ranks can read each other's memory, with one small segment per rank: the owner writes its
+    identity, every peer that finds it there writes its own beside it, and the owner checks that all have."""
+
+    def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
+        self._shared, self._rank = shared, rank
+        self._segment = shared.allocate(8 * num_ranks)
+        self._slots = self._segment.view(torch.int64)
+        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process
+
+    def card(self) -> list[int]:
+        """What a peer needs to find the segment: [pid, identity, *location]."""
+        location = self._shared.locate(self._slots)
+        assert location is not None
+        return [*astuple(self._shared.process), *location]
+
+    def answer(self, cards: Sequence[list[int]]) -> bool:
+        """Write the own identity into the segment of each peer. False if a peer's segment cannot be found."""
+        for rank, (pid, identity, *location) in enumerate(cards):
+            if rank != self._rank:
+                try:
+                    slots = self._shared.peer(Process(pid, identity), Location(*location), self._slots)
+                except (OSError, RuntimeError):
+                    return False
+                if int(slots[rank]) != identity:
+                    return False
+                slots[self._rank] = self._shared.process.identity
+        return True
+
+    def is_answered(self, cards: Sequence[list[int]]) -> bool:
+        """Whether all peers have written their identity here. Call it after all peers have run `answer`."""
+        return self._slots.tolist() == [identity for _, identity, *_ in cards]
+
+
+class Connecting:
+    """The steps in which one rank connects its pipes with those of its group: `card`, `connect`, `start`."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
+        """`rank` is the global rank of this process, `ranks` are those of the group."""
+        self._group, self._rank, self._ranks = group, rank, ranks
+        self._pipes: Pipes | None = None
+        with suppress(OSError):  # no file descriptors left: then all messages go through gloo
+            self._pipes = Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
+
+    def card(self) -> Card | None:
+        """This rank's card for the other ranks; None if it could not make pipes."""
+        return self._pipes.card(self._ranks) if self._pipes is not None else None
+
+    def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
+        """Open the pipes to all other ranks. Returns whether that worked.
+
+        Args:
+            pids: process numbers, in the order of the ranks.
+            cards: in the order of the ranks.
+        """
+        place, found = self._ranks.index(self._rank), {}
+        for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
+            if card is None:
+                return False
+            if rank != self._rank:
+                found[rank] = pid, card[place]
+        try:
+            assert self._pipes is not None, "all have a card"
+            self._pipes.connect(found)
+        except OSError:
+            return False
+        return True
+
+    def start(self, processes: Mapping[int, Process]) -> Pipes:
+        """Take the pipes into use. Call it only if `connect` returned True on all ranks."""
+        assert self._pipes is not None, "connected"
+        self._pipes.start()
+        self._pipes.processes = processes
+        _CONNECTED[self._group] = self._pipes
+        return self._pipes
+
+
+def connected(group: dist.ProcessGroup) -> Pipes | None:
+    """The pipes of a process group, which all its meshes share; None before its first mesh, and in a forked copy of
+    this process."""
+    found = _CONNECTED.get(group)
+    return None if found is None or found.is_forked_copy else found
