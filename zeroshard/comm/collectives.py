@@ -161,8 +161,7 @@ class Collectives:
         look = partial(self.samples.take, self.samples.next_number(of_mean=of_mean), unit, full)
         if axis.size == 1 or not full.numel():
             return Pending().then(look)
-        if phase in ON_REQUEST and not self.transport.announces:
-            # Else a call of one rank alone never ends, or takes what the others sum for weights.
+        if phase in ON_REQUEST and not self.transport.announces:  # else a call of one rank alone would never end
             self._meet(at.text, phase=phase)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
