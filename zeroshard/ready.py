@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.paths import Modules
+from zeroshard.model.trees import tensors_kept_by
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
 from zeroshard.runtime.materialize import META, Source
@@ -106,8 +107,9 @@ def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) ->
         if _has_place(one):
             of_storage.setdefault(one.untyped_storage().data_ptr(), []).append((_place(one), name))
     for path, module in modules.items():
-        for attribute, tensor in _attributes(module):
-            if id(tensor) in known or not _has_place(tensor):
+        for attribute, tensor in tensors_kept_by(module):
+            # (`spectral_norm` leaves a view, which it replaces in each forward.)
+            if id(tensor) in known or not _has_place(tensor) or f"{attribute}_orig" in module._parameters:
                 continue
             for place, name in of_storage.get(tensor.untyped_storage().data_ptr(), ()):
                 if max(place.start, (mine := _place(tensor)).start) < min(place.stop, mine.stop):
@@ -116,19 +118,6 @@ def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) ->
                         f"the attribute {where} is a view of parameter {name}: shard() moves the weights, and the view "
                         "would keep their old values. Compute it in forward, or let it be a copy (.clone())"
                     )
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in attributes of the module itself, also in lists, tuples and dicts there."""
-    for name, value in vars(module).items():
-        # (`spectral_norm` leaves a view, which it replaces in each forward.)
-        if name in _OF_TORCH or f"{name}_orig" in module._parameters:
-            continue
-        values = value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
-        yield from ((name, one) for one in values if isinstance(one, Tensor))
-
-
-_OF_TORCH = vars(nn.Module()).keys()
 
 
 def _has_place(tensor: Tensor) -> bool:

@@ -88,6 +88,17 @@ def parts_in(tree: Any) -> Iterator[Any]:
         yield from parts_in(part)
 
 
+def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in attributes of the module itself, with the name of the attribute; not in the user's objects there."""
+    own = vars(module)
+    for name in own.keys() - _OF_TORCH:
+        if not isinstance(value := own[name], _WITHOUT_TENSORS):
+            yield from ((name, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+_OF_TORCH = vars(nn.Module()).keys()
+
+
 def is_record(value: Any) -> bool:
     """Whether it is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -12,11 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.trees import map_tensors, tensors_in
+from zeroshard.model.trees import map_tensors, tensors_in, tensors_kept_by
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -60,18 +59,17 @@ class Needed:
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
         # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
         self.running += 1
-        for one in self.inside.values() if self.running == 1 else ():
-            one.of_before.pop(one.first, None)
-            one.of_after.pop(one.last, None)
+        for hooks in self.inside.values() if self.running == 1 else ():
+            hooks.of_before.pop(hooks.first, None)
+            hooks.of_after.pop(hooks.last, None)
 
     def end(self) -> None:
         """The call is over: put them back, in front of all other hooks, and behind."""
         self.running -= 1
-        for one in self.inside.values() if not self.running else ():
-            of_before = one.of_before
-            of_before[one.first], one.of_after[one.last] = one.before, one.after
-            if len(of_before) > 1:
-                of_before.move_to_end(one.first, last=False)
+        for hooks in self.inside.values() if not self.running else ():
+            hooks.of_before[hooks.first] = hooks.before
+            hooks.of_before.move_to_end(hooks.first, last=False)
+            hooks.of_after[hooks.last] = hooks.after
 
 
 class Around:
@@ -233,14 +231,8 @@ class Results:
 
     def left(self, modules: Iterable[nn.Module]) -> list[Tensor]:
         """Results in the inputs (a list that they are appended to), and in attributes of these modules."""
-        names = [(vars(module), vars(module).keys() - _OF_TORCH) for module in modules]  # of its own
-        kept = [value for own, keys in names for key in keys if type(value := own[key]) not in _WITHOUT_RESULTS]
-        leaves = [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, Tensor)]  # not into the user's objects
-        return [*differentiable(self.inputs), *differentiable(leaves)]
-
-
-_WITHOUT_RESULTS = frozenset({bool, int, float, str, type(None)})
-_OF_TORCH = vars(nn.Module()).keys()
+        kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
+        return [*differentiable(self.inputs), *differentiable(kept)]
 
 
 def without_views(output: Any, units: Sequence[Unit]) -> Any:

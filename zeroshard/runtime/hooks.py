@@ -43,9 +43,7 @@ class Hooks(NotCopied):
         self.schedule = Schedule()
         self._removers: list[Callable[[], None]] = []
         self._needs: dict[nn.Module, Needed] = {}
-        # The pre-hooks of modules inside the model, and which of each must be the first (see `come_first`).
-        self._befores: list[Any] = []
-        self._firsts: list[int] = []
+        self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
         self._casts: dict[nn.Module, Cast] = {}
 
     def attach(
@@ -78,8 +76,7 @@ class Hooks(NotCopied):
             for module, needed in self._needs.items()
         }
         self._removers += [hooks.remove for hooks in around.values()]
-        inner = [hooks for module, hooks in around.items() if module is not model]
-        self._befores, self._firsts = [one.of_before for one in inner], [one.first for one in inner]
+        self._first = [hooks for module, hooks in around.items() if module is not model]
         for path, module in modules.items():
             if module not in around:
                 continue
@@ -135,18 +132,16 @@ class Hooks(NotCopied):
 
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
-        if [*map(next, map(iter, self._befores))] == self._firsts:
-            return
-        for before, first in zip(self._befores, self._firsts, strict=True):
-            if first in before:
-                before.move_to_end(first, last=False)
+        for hooks in self._first:
+            if next(iter(hooks.of_before), hooks.first) != hooks.first and hooks.first in hooks.of_before:
+                hooks.of_before.move_to_end(hooks.first, last=False)
 
     def detach(self) -> None:
         """Remove all hooks."""
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._befores, self._firsts = [], []
+        self._first.clear()
         for needed in self._needs.values():  # a call may be running, and would put them back
             needed.inside.clear()
         self._needs.clear()
