@@ -215,16 +215,18 @@ class VisibleGradients:
                 "or zero_grad (p.grad.clone(); under ZeRO handle.gradient(name))"
             )
 
-    def _let_go(self, unit: Unit, shown: dict[int, Tensor], index: int) -> None:
-        """A gradient has been used or discarded. If somebody still has it, it may come back as `p.grad`."""
-        gradient = shown.pop(index)
+    def _let_go(self, unit: Unit, shown: dict[int, Tensor], slots: Iterable[int]) -> None:
+        """Gradients have been used or discarded. If somebody still has one, it may come back as `p.grad`."""
         sharded, buffer = self._sharded[unit], self._grads[unit].buffer
-        is_view = buffer.has_view(index, gradient)
-        if sys.getrefcount(gradient) > 2 + (is_view or index in sharded):  # this name, the call, and where it rests
-            self._kept[gradient] = True
-            sharded.pop(index, None)
-            if is_view:
-                buffer.renew_view(index)
+        views = buffer.known_views
+        for index in slots:
+            gradient = shown.pop(index)
+            is_view = bool(views) and views[index] is gradient
+            if sys.getrefcount(gradient) > 2 + (is_view or index in sharded):  # this name, the call, and where it rests
+                self._kept[gradient] = True
+                sharded.pop(index, None)
+                if is_view:
+                    buffer.renew_view(index)
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
         """Set the reduced gradient of a slot to `part` (see `Gradients.assign`). Call `show` afterwards."""
@@ -240,11 +242,12 @@ class VisibleGradients:
     def forget(self, unit: Unit, slots: set[int]) -> None:
         """Remove the gradients of these slots from `p.grad`: they have been used or discarded."""
         shown = self._shown.get(unit, {})
+        slots = slots & shown.keys()
         with as_tensors():
-            for index in slots & shown.keys():
+            for index in slots:
                 if unit.parameters[index].grad is shown[index]:
                     unit.parameters[index].grad = None
-                self._let_go(unit, shown, index)
+        self._let_go(unit, shown, slots)
         self._has_shown_factors &= any(self._shown.values())
 
     def _discard_all_gone(self) -> None:
@@ -266,8 +269,9 @@ class VisibleGradients:
         """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""
         for unit, shown in self._shown.items():
             buffer = self._grads[unit].buffer
-            for index, gradient in shown.items():
-                if buffer.has_view(index, gradient) and (values := buffer.restore_view(index)) is not None:
+            views = buffer.known_views
+            for index, gradient in shown.items() if views else ():
+                if views[index] is gradient and (values := buffer.restore_view(index)) is not None:
                     with as_tensors():
                         if unit.parameters[index].grad is gradient:
                             unit.parameters[index].grad = values
@@ -281,8 +285,7 @@ class VisibleGradients:
     def _discard(self, unit: Unit, slots: set[int]) -> None:
         """Discard these gradients. If none of the unit is left in `p.grad`, discard all of the unit."""
         grads, shown = self._grads[unit], self._shown[unit]
-        for index in slots:
-            self._let_go(unit, shown, index)
+        self._let_go(unit, shown, slots)
         # Logged, because all ranks must discard the same: a rank that keeps its part of a sharded gradient would step
         # with it. The digest of the log is compared in the next control exchange.
         if not grads.is_local and not grads.means_in_full:

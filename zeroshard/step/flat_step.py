@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Stretch:
-    """Pieces of one unit that lie side by side, in order, and whose gradients do.
+    """Pieces of one unit that lie side by side, in order.
 
     Attributes:
         at_once: the most elements of one operation.
@@ -61,10 +63,16 @@ class Stretch:
         """Whether main is joined from weights and remainder."""
         return self.unit.main.needs_scratch
 
-    @cached_property
-    def is_in_place(self) -> bool:
-        """Whether a step reads gradients and updates main where they lie, and main is the weights."""
-        return not self.is_cast and self.unit.main.extra is None
+    def gradients(self) -> Sequence[Tensor]:
+        """The gradient of each piece, where it lies."""
+        grads = self.unit.grads
+        if not grads.is_apart:
+            return self.divided(grads.read(self.world))
+        of_slots = grads.views(self.world)
+        if len(of_slots) == len(self.pieces):
+            return of_slots
+        both = zip(of_slots, self._sizes_in_slots, strict=True)
+        return [part for tensor, sizes in both for part in tensor.split_with_sizes(sizes)]
 
     def divided(self, tensor: Tensor) -> Sequence[Tensor]:
         """Views of a tensor of the whole stretch, one for each piece."""
@@ -73,6 +81,13 @@ class Stretch:
     @cached_property
     def _sizes(self) -> list[int]:
         return [piece.world.numel for piece in self.pieces]
+
+    @cached_property
+    def _sizes_in_slots(self) -> list[list[int]]:
+        return [
+            [piece.world.numel for piece in self.pieces if piece.world in fragment.world]
+            for fragment in self.unit.layout.fragments_in(self.world)
+        ]
 
     @cached_property
     def parts(self) -> tuple[tuple[Interval, slice], ...]:
@@ -103,12 +118,10 @@ class Batch:
     def tensors_of(self, group: int) -> list[Tensor]:
         return [*self._tensors.get(group, ())]
 
-    @property
-    def pieces_in_place(self) -> Iterator[Piece]:
-        """The pieces whose gradients lie apart, and are used where they lie."""
-        for stretch in self.stretches:
-            if stretch.is_in_place and stretch.unit.grads.is_apart:
-                yield from stretch.pieces
+    def gradients_apart(self) -> list[Tensor]:
+        """The gradients that lie apart. (They are used where they lie.)"""
+        apart = (stretch.gradients() for stretch in self.stretches if stretch.unit.grads.is_apart)
+        return [gradient for of_stretch in apart for gradient in of_stretch]
 
 
 class FlatStep:
@@ -209,7 +222,7 @@ class FlatStep:
         self._gradient_scratch.rewind()
         self._main_scratch.rewind()
         joined = [self._load(stretch, update) for stretch in batch.stretches]
-        if update.changes and (apart := [p.tensor.grad for p in batch.pieces_in_place if p.tensor.grad is not None]):
+        if update.changes and (apart := batch.gradients_apart()):
             update.apply_to_all(apart)
         # The first batch steps every group, also groups without pieces on this rank, and every batch starts from the
         # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
@@ -239,21 +252,18 @@ class FlatStep:
 
     def _load(self, stretch: Stretch, update: Update) -> Tensor | None:
         """Give the pieces their gradients, times the factor, and main. Returns main as `_bring_main`."""
-        if stretch.is_in_place:
-            gradient = stretch.unit.grads.read(stretch.world)
-            for _, place in stretch.parts if update.changes and not stretch.unit.grads.is_apart else ():
-                update.apply(gradient[place])
-            for piece, of_piece in zip(stretch.pieces, stretch.divided(gradient), strict=True):
-                piece.tensor.grad = of_piece
-            return None
-        world, grads, dtype = stretch.world, stretch.unit.grads, stretch.unit.main.dtype
-        joined = self._bring_main(stretch, self._main_scratch.allocate)
-        cast = self._gradient_scratch.allocate(world.numel, dtype) if stretch.is_cast else None
-        for part, place in stretch.parts:
-            update.apply(grads.read(part, None if cast is None else cast[place]))
-        gradient = grads.read(world) if cast is None else cast
-        for piece, of_piece in zip(stretch.pieces, stretch.divided(gradient), strict=True):
-            piece.tensor.grad = of_piece
+        grads, joined = stretch.unit.grads, self._bring_main(stretch, self._main_scratch.allocate)
+        if stretch.is_cast:
+            cast = self._gradient_scratch.allocate(stretch.world.numel, stretch.unit.main.dtype)
+            for part, place in stretch.parts:
+                update.apply(grads.read(part, cast[place]))
+            gradients = stretch.divided(cast)
+        else:
+            gradients = stretch.gradients()
+            for part, _ in stretch.parts if update.changes and not grads.is_apart else ():
+                update.apply(grads.read(part))
+        for piece, gradient in zip(stretch.pieces, gradients, strict=True):
+            piece.tensor.grad = gradient
         return joined
 
     def _bring_main(self, stretch: Stretch, new: Callable[..., Tensor]) -> Tensor | None:
@@ -333,9 +343,9 @@ def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
     own = {unit: unit.own_shard() for unit in {piece.unit for piece in pieces}}
     mine = [piece for piece in pieces if piece.world in own[piece.unit]]
     for stretch in _in_batches(mine, 1 << 62, 1)[0] if mine else ():
-        first, *_ = stretch.pieces
-        if first.unit.grads.is_apart:
-            yield first.unit, first.group, stretch.world
+        if stretch.unit.grads.is_apart:
+            for group, (first, *others) in groupby(stretch.pieces, attrgetter("group")):
+                yield stretch.unit, group, Interval(first.world.start, (others or [first])[-1].world.stop)
         else:
             yield from ((piece.unit, piece.group, piece.world) for piece in stretch.pieces)
 
@@ -343,17 +353,11 @@ def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
 def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:
     """The stretches of each batch. `limit`: the most elements of a batch; `at_once`: of one operation."""
     planned = []
-    starts = {unit: {slot.world.start for slot in unit.layout.slots} for unit in {piece.unit for piece in pieces}}
     for of_batch in batches([piece.world.numel for piece in pieces], limit):
         stretches: list[list[Piece]] = []
         for piece in pieces[of_batch.start : of_batch.stop]:
             last = stretches[-1][-1] if stretches else None
-            if (
-                last is not None
-                and last.unit is piece.unit
-                and last.world.stop == piece.world.start
-                and not (piece.unit.grads.is_apart and piece.world.start in starts[piece.unit])
-            ):
+            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start:
                 stretches[-1].append(piece)
             else:
                 stretches.append([piece])

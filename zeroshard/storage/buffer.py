@@ -264,9 +264,10 @@ class FlatBuffer:
         if self._cut is not None:
             self._cut.slots[index] = self._cut.slots[index].detach()
 
-    def has_view(self, index: int, tensor: Tensor) -> bool:
-        """Whether that tensor is the view of the slot."""
-        return self._cut is not None and self._cut.slots[index] is tensor
+    @property
+    def known_views(self) -> list[Tensor]:
+        """The views that `views` has made last; empty if it has made none."""
+        return [] if self._cut is None else self._cut.slots
 
     def restore_view(self, index: int) -> Tensor | None:
         """If the view of a slot lies elsewhere (`view.data = values`), return its values, and put it back."""

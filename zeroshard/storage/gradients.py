@@ -327,7 +327,7 @@ class Gradients:
 
     def views(self, world: Interval) -> Sequence[Tensor]:
         """Views of the existing gradients of these elements."""
-        return () if self.state is GradState.EMPTY else self.buffer.parts(world)
+        return () if self.buffer.placement is None else self.buffer.parts(world)
 
     def in_full(self, index: int) -> Tensor | None:
         """The reduced gradient of one slot in full, if gradients are replicated; None: there is none."""

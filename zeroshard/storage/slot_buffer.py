@@ -12,7 +12,6 @@ one that is not the only one in its storage, or that does not fill it, is copied
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
@@ -31,14 +30,13 @@ class SlotBuffer(FlatBuffer):
 
     is_apart: ClassVar[bool] = True
 
-    __slots__ = ("_fresh", "_nothing", "_places", "_starts", "_tensors")
+    __slots__ = ("_fresh", "_nothing", "_places", "_tensors")
 
     def __init__(self, layout: BufferLayout, dtype: torch.dtype, resting: Placement, device: torch.device) -> None:
         assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
         allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
         super().__init__(layout, 0, dtype, resting, allocate, lasting=False)
-        self._starts = [slot.world.start for slot in layout.slots]
-        self._places: dict[Interval, tuple[int, slice | None]] = {}
+        self._places: dict[Interval, list[tuple[int, slice | None]]] = {}
         self._nothing = self.shard
         self._tensors = [self._nothing] * len(layout.slots)
         self._fresh: set[int] = set()  # slots whose tensor the current backward has made
@@ -87,24 +85,26 @@ class SlotBuffer(FlatBuffer):
         """Everything is the own interval."""
 
     def part(self, world: Interval) -> Tensor:
-        index, place = self._places.get(world) or self._find(world)
-        return self._tensors[index].view(-1) if place is None else self._tensors[index].view(-1)[place]
-
-    def _find(self, world: Interval) -> tuple[int, slice | None]:
-        index = bisect_right(self._starts, world.start) - 1
-        slot = self.layout.slots[index]
-        assert world in slot.world, "slots lie apart: no interval of several is one tensor"
-        place = None if world == slot.world else world.relative_to(slot.world.start).slice
-        self._places[world] = index, place  # the same intervals are read in every step
-        return index, place
+        parts = self.parts(world)
+        assert len(parts) == 1, "slots lie apart: no interval of several is one tensor"
+        return parts[0]
 
     def part_of_shard(self, world: Interval) -> Tensor:
         return self.part(world)
 
     def parts(self, world: Interval) -> Sequence[Tensor]:
-        if world in self._places:  # the interval of a slot, or of a part of one
-            return (self.part(world),)
-        return [self.part(fragment.world) for fragment in self.layout.fragments_in(world)]
+        places, tensors = self._places.get(world) or self._find(world), self._tensors
+        return [tensors[index].view(-1) if place is None else tensors[index].view(-1)[place] for index, place in places]
+
+    def _find(self, world: Interval) -> list[tuple[int, slice | None]]:
+        """The slots that the interval touches, and the part of each; None: all of it."""
+        places = []
+        for index in self.layout.slots_in(world):
+            slot = self.layout.slots[index].world
+            if part := slot & world:
+                places.append((index, None if part == slot else part.relative_to(slot.start).slice))
+        self._places[world] = places  # the same intervals are read in every step
+        return places
 
     def copy_to(self, world: Interval, out: Tensor) -> Tensor:
         out.zero_()
