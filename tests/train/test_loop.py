@@ -31,12 +31,13 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
-from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve
+from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, with_values
+from zeroshard.train.language import build_language
 from zeroshard.train.loop import Outcome, seed_of, train
-from zeroshard.train.planned import configuration_of, language_of
+from zeroshard.train.planned import Place, configuration_of, language_of
 from zeroshard.train.ranks import joined
 from zeroshard.train.resume import Found, Position
-from zeroshard.train.run import learning_rate_factor
+from zeroshard.train.run import learning_rate_factor, shard_model
 from zeroshard.train.tokenizer import train_tokenizer
 
 TINY = {
@@ -435,6 +436,49 @@ def test_the_plan_knows_how_the_ranks_exchange(
     assert run_command(["plan", "--compare", str(tmp_path)]) == 0
     (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("the engine, between steps"))
     assert row.split()[-2:] == ["0", "B"], row
+
+
+def forwards_of_a_step(rank: int, text: Path, recompute: bool) -> tuple[int, bool]:
+    """How often a block runs in a step, and whether it is compiled (unless it is recomputed)."""
+    config = tiny(text, Path(), parallel__recompute=recompute, parallel__compile=not recompute)
+    language = build_language(config.model, 256)
+    shard_model(config, language)
+    block, calls = language.model.get_submodule("blocks.0"), []
+    compiled, block._compiled_call_impl = block._compiled_call_impl, None  # not run: it takes half a minute
+    block.get_submodule("attention").register_forward_hook(lambda *_: calls.append(1))
+    tokens = torch.zeros(2, config.model.context, dtype=torch.long)
+    language.loss(tokens, tokens).backward()
+    return len(calls), compiled is not None
+
+
+COMPILES = pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+
+
+@COMPILES
+def test_blocks_are_recomputed_and_compiled_as_asked(plain: Path, shared_text: Path, tmp_path: Path) -> None:
+    """No bit of a run changes. The plan has the memory of a run that recomputes."""
+    assert run_ranks(forwards_of_a_step, 1, shared_text, True) == [(2, False)]
+    assert run_ranks(forwards_of_a_step, 1, shared_text, False) == [(1, True)], "control"
+    config = tiny(shared_text, tmp_path / "run", parallel__recompute=True)
+    run_ranks(train_rank, 2, config)
+    assert losses(tmp_path / "run") == losses(plain)
+    language, place = language_of(config), Place(2, "cpu")
+    saved = {
+        recompute: zeroshard.plan(
+            language.model, configuration_of(with_values(config, parallel={"recompute": recompute}), language, place)
+        ).trace.saved
+        for recompute in (False, True)
+    }
+    assert saved[True] < 0.5 * saved[False]
+
+
+@COMPILES
+@pytest.mark.skipif(not EVERYTHING, reason="compiles for a minute; ZEROSHARD_TEST_EVERYTHING=1 runs it")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_run_learns_the_same(plain: Path, shared_text: Path, tmp_path: Path, recompute: bool) -> None:
+    config = tiny(shared_text, tmp_path / "run", parallel__compile=True, parallel__recompute=recompute)
+    run_ranks(train_rank, 2, config)
+    assert losses(tmp_path / "run") == pytest.approx(losses(plain), rel=1e-4)  # fused kernels round elsewhere
 
 
 def test_a_report_that_cannot_be_written_does_not_fail_the_run(plain: Path) -> None:

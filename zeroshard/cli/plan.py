@@ -210,7 +210,8 @@ def _workload(
         return None
     if described.workload is None:
         raise InvalidValue("--batch: the inputs of this model are not known: add --inputs module:function")
-    return replace(described.workload(batch, tokens), recompute=recompute)
+    workload = described.workload(batch, tokens)
+    return replace(workload, recompute=recompute or workload.recompute)
 
 
 def _splits(described: Described, batch: int | None, tokens: int | None) -> Iterator[tuple[int, Workload]]:

@@ -23,6 +23,7 @@ from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.named import in_one_line
 from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
+from zeroshard.model.recomputing import recompute, worth_recomputing
 from zeroshard.model.trees import tensors_in
 from zeroshard.model.units import UnitSpec, plain_name
 from zeroshard.planning.calls import Calls, Recorder
@@ -37,8 +38,8 @@ class Workload:
     Attributes:
         inputs: returns the inputs; it is called under fake tensors.
         loss: (model, inputs) -> the loss. Nothing in it may depend on values (`.item()`, `if loss > 3`).
-        recompute: whether the modules that are units are called through `torch.utils.checkpoint`. (Checkpointing inside
-            the model is traced in any case.)
+        recompute: whether the modules that are units are called through `torch.utils.checkpoint`, where that saves
+            memory (`recomputing.py`). Checkpointing inside the model is traced in any case.
         num_tokens: for the time model; 0: not known.
 
     Raises:
@@ -68,7 +69,7 @@ class Workload:
         calls = tuple(dict.fromkeys(path for spec in specs for path in spec.calls))
         casts = casts_of(modules_of(model), Rules.of(precision), calls)
         dtypes = {plain_name(name): (spec.weight_dtype, spec.precision.grad) for spec in specs for name in spec.names}
-        recomputed = calls if self.recompute else ()
+        recomputed = worth_recomputing(model, calls) if self.recompute else ()
         key = "traces", frozenset(dtypes.items()), recomputed, device_type
         traced = once(key, (model, self.inputs, self.loss), list[_Traced])
         for one in traced:
@@ -212,7 +213,7 @@ def _trace(
         for remove in attach_casts(casts):
             stack.callback(remove)
         for path in recomputed:
-            stack.enter_context(_recomputed(model.get_submodule(path), is_root=not path))
+            stack.callback(recompute(model.get_submodule(path)))
         if device_type != "cpu":
             stack.enter_context(AsOnGPUs())
         stack.enter_context(without_onednn())
@@ -318,20 +319,6 @@ def _converted_to_what_they_are(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             del module._apply
-
-
-@contextmanager
-def _recomputed(module: nn.Module, *, is_root: bool) -> Iterator[None]:
-    from torch.utils.checkpoint import checkpoint
-
-    if is_root:
-        yield
-        return
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 @contextmanager

@@ -124,6 +124,8 @@ class ParallelConfig(_Section):
     plan: Literal["ddp", "zero1", "zero2", "zero3"] = Field("zero3", description="what is sharded over the ranks")
     nproc: int | None = Field(None, ge=1, description="ranks; default: one per GPU, one on CPU")
     precision: Literal["fp32", "bf16", "fp16", "bf16-remainder"] = Field("fp32", description="of the weights")
+    recompute: bool = Field(False, description="run each block's forward again in backward: less memory, more time")
+    compile: bool = Field(False, description="compile each block (torch.compile)")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     max_transient_bytes: int | None = Field(None, ge=1, description="cap on gather and reduce buffers per rank")
     timeout: float = Field(120.0, ge=1, description="seconds without an answer until a peer counts as lost")

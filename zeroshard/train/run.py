@@ -25,6 +25,7 @@ import zeroshard
 from zeroshard.checkpoint import files
 from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
+from zeroshard.model.recomputing import recompute, worth_recomputing
 from zeroshard.planner import OptimizerNeeds, Topology, Training
 from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
@@ -176,9 +177,16 @@ def shard_model(config: Config, language: Language) -> tuple[zeroshard.Handle, z
             precision=parallel.precision,
             max_transient_bytes=parallel.max_transient_bytes,
         )
-        return handle, make_optimizer(config, model)
+        optimizer = make_optimizer(config, model)
     except ValueError as error:
         raise UserError(str(error)) from error
+    blocks = worth_recomputing(model, (path for unit in handle.engine.units for path in unit.spec.calls))
+    for block in map(model.get_submodule, blocks):
+        if parallel.recompute:
+            recompute(block)
+        if parallel.compile:
+            block.compile()
+    return handle, optimizer
 
 
 def planned_bytes(config: Config, handle: zeroshard.Handle) -> dict[str, int]:
