@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from zeroshard.comm.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
 from zeroshard.comm.notices import Beat, Notices
 from zeroshard.comm.positions import Position, Wait
 from zeroshard.comm.processes import Who
+from zeroshard.comm.whereabouts import where
 
 TIMEOUT = 80.0  # then a regular heartbeat is due every ten seconds, which are
 EVERY = 20  # rounds
@@ -231,3 +233,16 @@ def watched(rank: int, mark: Callable[[], Any]) -> None:
 def test_processes_speak_for_each_other() -> None:
     ended = Ranks(watched, 3).finish()
     assert (ended.statuses, ended.said) == ([0, 0, 0], ""), ended
+
+
+def test_code_that_has_no_hash_has_a_place() -> None:
+    """torch.compile generates such code, with dicts among its constants. The thread that writes the heartbeats ended
+    with a TypeError, and the rank was taken to be dead."""
+
+    def generated() -> str:
+        return where(threading.get_ident())
+
+    generated.__code__ = generated.__code__.replace(co_consts=(*generated.__code__.co_consts, {}))
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(generated.__code__)
+    assert "in generated" in generated()

@@ -25,12 +25,12 @@ _CALLED = {
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 SAVES = "zeroshard save"
 """How the names of the threads begin that save in the background."""
-_waiting_in_vain: set[CodeType] = set()
+_waiting_in_vain: dict[int, CodeType] = {}  # by id: code that torch.compile generates may have no hash
 
 
 def waits_in_vain(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a thread in this function is reported as giving up, not at the line that called it."""
-    _waiting_in_vain.add(function.__code__)
+    _waiting_in_vain[id(function.__code__)] = function.__code__
     return function
 
 
@@ -40,7 +40,7 @@ def where(thread: int | None) -> str:
     inner, call = "", ""
     while frame is not None:
         code = frame.f_code
-        if code in _waiting_in_vain:
+        if id(code) in _waiting_in_vain:
             return GIVING_UP
         if not _is_library(code.co_filename):
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
