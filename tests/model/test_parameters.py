@@ -204,6 +204,8 @@ def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward(rank:
             loss_of_tokens(model, rank, 0, 0)
         with torch.no_grad():
             loss_of_tokens(model, rank, 0, 0)  # evaluation needs no gradient
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
+            zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)  # the model may be called by its parts alone
         del model.blocks[1].late
         optimizer.backward(loss_of_tokens(model, rank, 0, 0))
         assert optimizer.step().applied

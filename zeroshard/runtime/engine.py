@@ -126,6 +126,7 @@ class Engine(NotCopied):
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """See `Handle.trainable_parameters`."""
+        self.expect_known_parameters()  # a model that is called by its parts alone has no forward that looks
         trainable = {id(p) for unit in self.units if unit.trainable for p in unit.parameters}
         return [p for p in self.model.parameters() if id(p) in trainable]
 
