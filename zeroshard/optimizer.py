@@ -17,9 +17,9 @@ from zeroshard.handle import Handle, handle_of
 from zeroshard.io.logger import tell
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
+from zeroshard.model.outside_graphs import outside_graphs
 from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.runtime.loss_ledger import LossAccount
-from zeroshard.runtime.outside_graphs import outside_graphs
 from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite

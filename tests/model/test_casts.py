@@ -7,6 +7,7 @@ each unit, and zeroshard does so, too.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.kit import State, make, plans_of, same_bits, transport_of, travelling
+from tests.kit import State, largest_difference, make, plans_of, same_bits, transport_of, travelling
 from tests.together import in_turn, on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
@@ -363,6 +364,101 @@ def test_what_a_block_writes_to_a_tensor_that_it_is_given_is_there(rank: int) ->
         assert torch.equal(cache[[0, 2]], before[[0, 2]])
         assert not torch.equal(cache[1], before[1])
         assert torch.equal(x, torch.ones(1, 4))
+
+
+class Knowing(nn.Module):
+    """Has the list that it is given in an attribute, too, and adds to it in another call, and by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.known: list[Any] = []
+
+    def forward(self, x: Tensor, losses: list[Tensor], also: dict[str, Any]) -> Tensor:
+        assert losses is self.known[0]
+        y: Tensor = self.linear(x)
+        self.known[0].append(y.float().mean())
+        assert len(losses) == len(self.known[0])
+        assert losses[0].dtype == also["pair"][0].dtype == x.dtype and also["pair"][0] is losses[0]
+        also["new"] = losses[0]
+        return y
+
+
+@on_ranks(1)
+def test_a_block_is_given_the_callers_own_lists_and_dicts(rank: int) -> None:
+    """It got copies: what it added to them by another name, or a hook that was registered after `shard`, was lost in
+    silence. Their tensors are cast for the time of the call, also if it raises."""
+    model = nn.ModuleDict({"one": make(Knowing)})
+    zeroshard.shard(model, "zero3", units=Knowing, precision="bf16")
+    block: Any = model["one"]
+    block.register_forward_hook(lambda module, args, output: args[1].append(output.float().sum()))
+    first, frozen = torch.ones(1), Passed(torch.ones(1), [])
+    losses, also = [first], {"pair": (first, 1), "frozen": frozen}
+    block.known.append(losses)
+    block(torch.ones(2, 4), losses, also)
+    assert len(losses) == 3 and losses[0] is first and losses[2].requires_grad
+    assert also["pair"][0] is also["new"] is first and frozen.hidden.dtype == FP32
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        block(torch.ones(2, 5), losses, also)
+    assert len(losses) == 3 and losses[0] is also["pair"][0] is first
+
+
+@on_ranks(1)
+def test_a_compiled_block_is_given_them_too(rank: int) -> None:
+    """Casts run outside of the graph of a unit. With a dict they raised, with `fullgraph=True`, or took minutes."""
+    torch._dynamo.reset()
+    model = nn.ModuleDict({how: make(partial(Adding, how)) for how in ("dict", "list")})
+    zeroshard.shard(model, "zero3", units=Adding, precision="bf16")
+    first = torch.ones(1)
+    by_name, losses = {"first": first}, [first]
+    for how, into in (("dict", by_name), ("list", losses)):
+        model[how].compile(backend="eager", fullgraph=True)
+        model[how](torch.ones(2, 24), into)
+    assert by_name["first"] is losses[0] is first
+    assert by_name["loss 1"].requires_grad and losses[1].requires_grad
+
+
+class Inside(nn.Module):
+    """Writes to its input, and calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 1) -> None:
+        scale = getattr(x, "scale", 1.0)
+        x[:, 1:].add_(self.linear(x.clone())[:, 1:] * scale)
+        x.scale = scale + 0.25  # type: ignore[attr-defined]
+        if depth:
+            self(x, depth - 1)
+
+
+@on_ranks(2)
+def test_what_a_block_writes_to_an_activation_is_there_with_its_gradient(rank: int) -> None:
+    """The activation is fp32, and the block writes to its cast copy: this was lost, in silence. So were attributes of
+    the tensor."""
+
+    def trained(plan: str, precision: str) -> State:
+        model = nn.ModuleDict({"one": make(Inside), "two": make(Inside)})
+        handle = zeroshard.shard(model, plan, units=Inside, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.01)
+        for step in range(2):
+            leaf = batch(rank, step)[:, :4].clone().requires_grad_()
+            x: Any = leaf * 1.0
+            before, x.scale = x.detach().clone(), 0.25
+            for block in model.values():
+                block(x)
+            assert x.dtype == FP32 and x.scale == 1.25
+            assert torch.equal(x[:, 0], before[:, 0]) and not torch.equal(x[:, 1:], before[:, 1:])
+            optimizer.backward(x.square().mean())
+            assert optimizer.step().applied and leaf.grad is not None
+        with pytest.raises(RuntimeError, match="leaf") if precision == "fp32" else nullcontext():
+            model["one"](leaf)
+        return handle.full_state_dict(main=True)
+
+    exact, *rounded = (trained(*one) for one in (("zero1", "fp32"), ("zero1", "bf16"), ("zero3", "bf16")))
+    assert same_bits(*rounded)
+    assert 0 < largest_difference(exact, rounded[0]) < 1e-2
 
 
 @on_ranks(1)

@@ -10,6 +10,8 @@ module, or a module around it, the first one counts. Casts are forward hooks, so
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -19,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import InvalidValue
+from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.paths import Modules, first_paths, parent
-from zeroshard.model.trees import fields_of, is_record, map_tensors, parts_in
+from zeroshard.model.trees import map_tensors, parts_of, put_part, replace_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
@@ -195,50 +198,79 @@ class Inputs:
     """Casts the inputs of the calls of one module.
 
     [Note: what a call does to its inputs] A module may add to a list, dict or dataclass that it is given (losses of
-    routers, hidden states), and write to a tensor (a cache). If there was something to cast, it has got a copy. So what
-    it changes there is done to the caller's object, too, when the call is over. (Not to tensors that require grad:
-    `x.relu_()` is the module's own business. And not in `inference_mode`, whose tensors do not tell.)
+    routers, hidden states), keep it, or know it from elsewhere. So it gets the caller's own: the tensors in it are
+    replaced for the time of the call. A module may also write to a tensor (a cache). If that was cast, it has written
+    to a copy: the caller's tensor is written to when the call is over. (Not in `inference_mode`, whose tensors do not
+    tell, and not a leaf that requires grad, which torch lets nobody write to.)
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._copies: list[_Copy | _CastTensor] = []  # those of the running calls
+        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)  # the running ones of each thread
+        self._traced: list[_Call] = []  # those that torch.compile traces, inside of a module that is compiled
 
+    @called_by_torch
     def cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if (dtype := self._dtype) is None:
             return args, kwargs
-        made: dict[int, _CastTensor] = {}
+        call = _Call()
+        self._running.append(call)
 
         def once(one: Tensor) -> Tensor:  # a module may compare its inputs by `is`, as attention does
-            if not _differs(one, dtype):
-                return one
-            if torch.compiler.is_compiling():
-                return one.to(dtype)
-            if id(one) not in made:
-                made[id(one)] = _CastTensor(one, one.to(dtype))
-            return made[id(one)].copy
+            return call.cast(one, dtype) if _differs(one, dtype) else one
 
-        args = tuple([map_tensors(once, one, self._copied) for one in args])
-        kwargs = {name: map_tensors(once, one, self._copied) for name, one in kwargs.items()}
-        self._copies += [one for one in made.values() if one.may_be_written]
-        del self._copies[:-_MOST_COPIES]  # nobody gives back those that a pre-hook of the user has replaced
+        args = tuple([replace_tensors(once, one, call.replaced) for one in args])
+        kwargs = {name: replace_tensors(once, one, call.replaced) for name, one in kwargs.items()}
         return args, kwargs
 
+    @called_by_torch
     def give_back(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """The call with these (cast) inputs is over."""
-        if self._copies:
-            given = {id(one) for one in parts_in((args, kwargs))}
-            mine = [copy for copy in self._copies if id(copy.copy) in given]
-            self._copies = [copy for copy in self._copies if id(copy.copy) not in given]
-            for copy in mine:
-                copy.give_back()
+        """The call that began last is over."""
+        if self._running:
+            self._running.pop().give_back()
+        del self._running[:-_MOST_CALLS]  # nobody ends a call that a KeyboardInterrupt has ended
 
-    def _copied(self, original: Any, copy: Any) -> None:
-        if not isinstance(copy, tuple):
-            self._copies.append(_Copy(original, copy, _parts(original), _parts(copy)))
+    @property
+    def _running(self) -> list[_Call]:
+        # (Of one call both hooks are traced, or neither is.)
+        return self._traced if torch.compiler.is_compiling() else self._calls[threading.get_ident()]
 
 
-_MOST_COPIES = 256
+_MOST_CALLS = 256
+
+
+class _Call:
+    """What is cast for one call. torch.compile cannot trace all of it."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, _CastTensor] = {}
+        self._replaced: list[tuple[Any, Any, Any]] = []  # a container, what is there now, and what was there
+
+    def cast(self, one: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.compiler.is_compiling():
+            return one.to(dtype)
+        if id(one) not in self._tensors:
+            self._tensors[id(one)] = _CastTensor(one, one.to(dtype))
+            _copy_attributes(one, self._tensors[id(one)].copy)
+        return self._tensors[id(one)].copy
+
+    def replaced(self, container: Any, now: Any, before: Any) -> None:
+        self._replaced.append((container, now, before))
+
+    def give_back(self) -> None:
+        if torch.compiler.is_compiling():
+            for container, now, before in self._replaced:
+                for name, part in parts_of(container):
+                    if part is now:
+                        put_part(container, name, before)
+            return
+        before_of = {id(now): before for _, now, before in self._replaced}
+        for container in {id(one): one for one, *_ in self._replaced}.values():
+            for name, part in parts_of(container):
+                if id(part) in before_of:
+                    put_part(container, name, before_of[id(part)])
+        for tensor in self._tensors.values():
+            tensor.give_back()
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,47 +278,31 @@ class _CastTensor:
     original: Tensor
     copy: Tensor
 
-    @property
-    def may_be_written(self) -> bool:
-        return not (self.original.requires_grad or self.copy.is_inference())
-
     def give_back(self) -> None:
-        if self.copy._version:
-            written = self.copy.detach() != self.original.to(self.copy.dtype)
-            self.original.copy_(torch.where(written, self.copy.to(self.original.dtype), self.original))
-
-
-@dataclass(frozen=True, eq=False)
-class _Copy:
-    """`before`, `given`: the parts of the original, and of the copy, by name, when the call began."""
-
-    original: Any
-    copy: Any
-    before: dict[Any, Any]
-    given: dict[Any, Any]
-
-    def give_back(self) -> None:
-        now = _parts(self.copy)
-        if now.keys() == self.given.keys() and all(now[name] is self.given[name] for name in now):
+        original, copy = self.original, self.copy
+        _copy_attributes(copy, original)
+        if copy.is_inference() or not copy._version or _is_leaf_with_grad(original):
             return
-        mine = {id(part): self.before[name] for name, part in self.given.items()}
-        parts = {name: mine.get(id(part), part) for name, part in now.items()}
-        if is_record(self.original):
-            for name, part in parts.items():
-                object.__setattr__(self.original, name, part)
-        elif isinstance(self.original, dict):
-            self.original.clear()
-            self.original.update(parts)
-        else:
-            self.original.clear()
-            self.original.extend(parts.values())
+        same, before = copy.detach() == original.to(copy.dtype), original.detach().clone()
+        original.copy_(copy)  # with its gradient, also where a write has left a value as it was
+        values = original.detach()
+        values.copy_(torch.where(same, before, values))  # what is not written keeps its bits
 
 
-def _parts(container: Any) -> dict[Any, Any]:
-    if is_record(container):
-        return fields_of(container)
-    return dict(container if isinstance(container, dict) else enumerate(container))
+def _copy_attributes(one: Tensor, other: Tensor) -> None:
+    """Those that the user has attached to a plain tensor. (A subclass may keep what it is made of in its own.)"""
+    if type(one) is Tensor:
+        vars(other).update(vars(one))
+
+
+def _is_leaf_with_grad(tensor: Tensor) -> bool:
+    """Torch lets nobody write to it in place."""
+    return tensor.requires_grad and (tensor if tensor._base is None else tensor._base).is_leaf
 
 
 def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    return lambda module, args, output: cast(output, dtype)
+    @called_by_torch
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return cast(output, dtype)
+
+    return hook

@@ -11,29 +11,69 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Copied = Callable[[Any, Any], None]
-"""Called with a list, a dict or another container, and the copy of it."""
 
-
-def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, copied: Copied | None = None) -> Any:
+def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The tree with `fn` applied to its tensors. What contains nothing that changes stays the same object; the rest is
     copied."""
     kind = type(tree)
     if kind in _SEQUENCES:  # `tree_map` takes ten times as long
-        parts = [map_tensors(fn, part, copied) for part in tree]
+        parts = [map_tensors(fn, part) for part in tree]
         if _are_same(parts, tree):
             return tree
-        return _copy(tree, deque(parts, tree.maxlen) if kind is deque else kind(parts), copied)
+        return deque(parts, tree.maxlen) if kind is deque else kind(parts)
     if kind in _DICTS:
-        mapped = {key: map_tensors(fn, part, copied) for key, part in tree.items()}
-        return tree if _are_same(mapped.values(), tree.values()) else _copy(tree, copy.copy(tree) | mapped, copied)
+        mapped = {key: map_tensors(fn, part) for key, part in tree.items()}
+        return tree if _are_same(mapped.values(), tree.values()) else copy.copy(tree) | mapped
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, _WITHOUT_TENSORS):
         return tree
     leaves, structure = pytree.tree_flatten(tree)
-    new = [_map_leaf(fn, leaf, copied) for leaf in leaves]
+    new = [_map_leaf(fn, leaf) for leaf in leaves]
     return tree if _are_same(new, leaves) else pytree.tree_unflatten(new, structure)
+
+
+Replaced = Callable[[Any, Any, Any], None]
+"""Called with a list, a dict or a dataclass in which something was replaced, what is there now, and what was there."""
+
+
+def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replaced) -> Any:
+    """As `map_tensors`, but lists, dicts and dataclasses stay the same objects: what changes in them is replaced
+    there. Tuples, and pytrees of other classes, are copied."""
+    kind = type(tree)
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if isinstance(tree, _WITHOUT_TENSORS):
+        return tree
+    if kind is tuple:
+        parts = [replace_tensors(fn, part, replaced) for part in tree]
+        return tree if _are_same(parts, tree) else tuple(parts)
+    if kind in _SEQUENCES or isinstance(tree, dict) or is_record(tree):
+        for name, part in parts_of(tree):
+            if (new := replace_tensors(fn, part, replaced)) is not part:
+                put_part(tree, name, new)
+                replaced(tree, new, part)
+        return tree
+    leaves, structure = pytree.tree_flatten(tree)
+    if len(leaves) == 1 and leaves[0] is tree:
+        return tree
+    changed = [replace_tensors(fn, leaf, replaced) for leaf in leaves]
+    return tree if _are_same(changed, leaves) else pytree.tree_unflatten(changed, structure)
+
+
+def parts_of(container: Any) -> list[tuple[Any, Any]]:
+    """The parts of a list, a dict or a dataclass, with the index, key or field of each."""
+    if isinstance(container, dict):
+        return list(container.items())
+    return list(fields_of(container).items() if is_record(container) else enumerate(container))
+
+
+def put_part(container: Any, name: Any, part: Any) -> None:
+    """Replace a part of a list, a dict or a dataclass."""
+    if is_record(container) and not isinstance(container, dict):
+        object.__setattr__(container, name, part)  # also works for frozen dataclasses
+    else:
+        container[name] = part
 
 
 _SEQUENCES: tuple[type[Any], ...] = (tuple, list, deque)
@@ -44,12 +84,6 @@ def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(one is other for one, other in zip(new, old, strict=True))
 
 
-def _copy(original: Any, new: Any, copied: Copied | None) -> Any:
-    if copied is not None:
-        copied(original, new)
-    return new
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those that are attributes of other objects (a cache, an output object)."""
     found: list[Tensor] = []
@@ -57,7 +91,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any, copied: Copied | None) -> Any:
+def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
     put: Callable[[Any, Any, Any], None]
     if isinstance(leaf, Tensor):
         return fn(leaf)
@@ -67,25 +101,13 @@ def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any, copied: Copied | None) 
         before, put = dict(leaf), dict.__setitem__
     else:
         return leaf
-    after = {name: map_tensors(fn, value, copied) for name, value in before.items()}
+    after = {name: map_tensors(fn, value) for name, value in before.items()}
     if _are_same(pytree.tree_leaves(after), pytree.tree_leaves(before)):
         return leaf
     result = copy.copy(leaf)
     for name, value in after.items():
         put(result, name, value)
-    return _copy(leaf, result, copied)
-
-
-def parts_in(tree: Any) -> Iterator[Any]:
-    """The tree, the lists, dicts and dataclasses in it, and what these contain."""
-    yield tree
-    held: Any = fields_of(tree) if is_record(tree) else tree
-    if isinstance(held, dict):
-        held = held.values()
-    elif not isinstance(held, _SEQUENCES):
-        return
-    for part in held:
-        yield from parts_in(part)
+    return result
 
 
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

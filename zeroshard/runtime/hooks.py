@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
+from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed, Results
-from zeroshard.runtime.outside_graphs import OutsideGraphs, called_by_torch
 from zeroshard.runtime.schedule import Schedule
 from zeroshard.storage.unit import Unit
 

@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.recording import Kind, Range, Recording, open_range
 from zeroshard.errors import InvalidState
+from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import in_backward
-from zeroshard.runtime.outside_graphs import called_by_torch
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
+from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.transforms import given_tensors, under_transform
 from zeroshard.runtime.calls import (
     MOST_VISITS,
@@ -27,7 +28,6 @@ from zeroshard.runtime.calls import (
     without_views,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
-from zeroshard.runtime.outside_graphs import called_by_torch
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
 from zeroshard.storage.unit import Unit

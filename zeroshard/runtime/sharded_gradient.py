@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
-from zeroshard.runtime.outside_graphs import called_by_torch
+from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
 
