@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -366,6 +366,11 @@ def test_what_a_block_writes_to_a_tensor_that_it_is_given_is_there(rank: int) ->
         assert torch.equal(x, torch.ones(1, 4))
 
 
+class Named(NamedTuple):
+    x: Tensor
+    into: list[Tensor]
+
+
 class Knowing(nn.Module):
     """Has the list that it is given in an attribute, too, and adds to it in another call, and by a hook."""
 
@@ -381,6 +386,8 @@ class Knowing(nn.Module):
         assert len(losses) == len(self.known[0])
         assert losses[0].dtype == also["pair"][0].dtype == x.dtype and also["pair"][0] is losses[0]
         also["new"] = losses[0]
+        also["named"].into.append(y.float().square().mean())
+        assert also["named"].x.dtype == x.dtype
         return y
 
 
@@ -393,11 +400,13 @@ def test_a_block_is_given_the_callers_own_lists_and_dicts(rank: int) -> None:
     block: Any = model["one"]
     block.register_forward_hook(lambda module, args, output: args[1].append(output.float().sum()))
     first, frozen = torch.ones(1), Passed(torch.ones(1), [])
-    losses, also = [first], {"pair": (first, 1), "frozen": frozen}
+    inner = [first]
+    losses, also = [first], {"pair": (first, 1), "frozen": frozen, "named": Named(first, inner)}
     block.known.append(losses)
     block(torch.ones(2, 4), losses, also)
     assert len(losses) == 3 and losses[0] is first and losses[2].requires_grad
     assert also["pair"][0] is also["new"] is first and frozen.hidden.dtype == FP32
+    assert len(inner) == 2 and inner[0] is first and inner[1].requires_grad and also["named"].into is inner
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         block(torch.ones(2, 5), losses, also)
     assert len(losses) == 3 and losses[0] is also["pair"][0] is first

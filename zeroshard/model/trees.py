@@ -54,7 +54,7 @@ def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replace
                 put_part(tree, name, new)
                 replaced(tree, new, part)
         return tree
-    leaves, structure = pytree.tree_flatten(tree)
+    leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)  # one level
     if len(leaves) == 1 and leaves[0] is tree:
         return tree
     changed = [replace_tensors(fn, leaf, replaced) for leaf in leaves]
