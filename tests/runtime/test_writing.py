@@ -205,6 +205,10 @@ def test_a_write_that_was_not_announced_is_told(rank: int) -> None:
                 model.head.bias.add_(1.0)
         if plan is zeroshard.ZERO3:
             assert same_bits(values(handle), before)
+            with pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight.*Pass write=True"):
+                with handle.unsharded():
+                    model.blocks[1].up.weight.data.mul_(2.0)  # which leaves the version as it is
+            assert same_bits(values(handle), before)
         with handle.unsharded():  # control: reading and training raise nothing
             model.head.bias.sum().item()
             loss_of_tokens(model, rank, 0, 1).backward()

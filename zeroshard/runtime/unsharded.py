@@ -23,8 +23,10 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.layout.interval import Interval
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Residency
 
 Part = nn.Module | nn.Parameter | str
 _WRITE_THE_SAME = (
@@ -62,15 +64,28 @@ def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         yield
         for unit, (edits, writes) in zip(units, before, strict=True):
-            for slot, written_before, written_now in zip(
-                unit.layout.slots, writes, unit.weights.versions.writes(), strict=True
-            ):
-                # Writes through `p.data` are not seen: they leave the version as it is (pytorch/pytorch#7386).
-                if written_before != written_now and unit.edits == edits:  # else an inner scope has accepted the write
-                    raise InvalidState(
-                        f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
-                        "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"
-                    )
+            if unit.edits == edits:  # else an inner scope has accepted the write
+                _expect_not_written(unit, writes)
+
+
+def _expect_not_written(unit: Unit, writes: Sequence[int]) -> None:
+    """`writes`: `Versions.writes` of the unit when the scope began."""
+    slots, now = unit.layout.slots, unit.weights.versions.writes()
+    found = [slot for slot, one, other in zip(slots, writes, now, strict=True) if one != other]
+    if not found and unit.weights.buffer.borrows and unit.weights.state is Residency.RESIDENT:
+        # Writes through `p.data` leave the version as it is (pytorch/pytorch#7386), and would be lost.
+        found = [slot for slot in slots if not _is_of_shard(unit, slot.world & unit.updated)]
+    for slot in found:
+        raise InvalidState(
+            f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
+            "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"
+        )
+
+
+def _is_of_shard(unit: Unit, interval: Interval) -> bool:
+    """Whether full weights have the bits of the own shard there. `interval`: inside of it."""
+    own = unit.weights.own()[interval.start - unit.updated.start : interval.stop - unit.updated.start]
+    return torch.equal(unit.weights.full[interval.slice].view(torch.uint8), own.view(torch.uint8))
 
 
 @contextmanager
