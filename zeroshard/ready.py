@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,22 @@ def expect_ready(
             raise InvalidValue(
                 f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
                 "A rank has the whole model on one device"
+            )
+
+
+def expect_registered(modules: Modules) -> None:
+    """
+    Raises:
+        ValueError: the model lists a parameter that no module has: its class has a `parameters()` of its own.
+    """
+    model = modules[""]
+    registered = {id(one) for module in modules.values() for one in module._parameters.values()}
+    for parameter in chain(model.parameters(), dict(model.named_parameters()).values()):
+        if id(parameter) not in registered:
+            raise InvalidValue(
+                f"{type(model).__name__}.parameters() lists a parameter of shape {tuple(parameter.shape)} that no "
+                "module has registered, so nobody would reduce its gradient: make it an attribute of a module "
+                "(self.weight = nn.Parameter(...)), or keep several in an nn.ParameterList"
             )
 
 

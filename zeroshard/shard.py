@@ -33,7 +33,14 @@ from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, boundaries, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
-from zeroshard.ready import device_of, expect_apart, expect_no_views, expect_ready, expect_same_model
+from zeroshard.ready import (
+    device_of,
+    expect_apart,
+    expect_no_views,
+    expect_ready,
+    expect_registered,
+    expect_same_model,
+)
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.give_back import undo
 from zeroshard.runtime.materialize import META, Source, is_on_meta, move
@@ -156,6 +163,7 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
             "ShardedOptimizer, without shard()"
         )
     model = modules[""]
+    expect_registered(modules)
     managed = Managed.without(model, options.ignored)
     parameters, buffers = managed.parameters(model), managed.buffers(model)
     expect_unwrapped(modules, parameters.values())

@@ -3,6 +3,7 @@ process."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -191,6 +192,32 @@ def test_what_cannot_be_sharded_is_refused(change: Any, message: str) -> None:
         return str(error.value)
 
     assert len(set(run_ranks(check, 2))) == 1
+
+
+class Listing(Net):
+    """Has a parameter in a plain list, and lists it in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unregistered = [nn.Parameter(torch.ones(3))]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield from super().parameters(recurse)
+        yield from self.unregistered
+
+
+class ListingNames(Net):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "more", nn.Parameter(torch.ones(3))
+
+
+@on_ranks(1)
+def test_parameters_that_no_module_has_are_refused(rank: int) -> None:
+    """A plain optimizer over `model.parameters()` trains them; here nobody did, in silence, or it was a KeyError."""
+    for model in (Listing, ListingNames):
+        with pytest.raises(ValueError, match=rf"{model.__name__}.parameters\(\) lists a parameter of shape \(3,\)"):
+            zeroshard.shard(make(model), "zero2")
 
 
 @on_ranks(2)
