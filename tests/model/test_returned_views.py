@@ -176,3 +176,19 @@ def test_they_depend_on_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     right = run_ranks(loss, 2)
     monkeypatch.setattr(schedule, "without_views", lambda output, units: output)
     assert run_ranks(loss, 2) != right
+
+
+class Keeping(Table):
+    def forward(self) -> dict[str, Tensor]:
+        self.kept = {"rows": self.weight[:4]}
+        return self.kept
+
+
+@on_ranks(2)
+def test_a_dict_that_the_module_keeps_stays_the_same_object(rank: int) -> None:
+    """The caller got a copy of the dict, and what it added there was lost, in silence."""
+    model = nn.ModuleDict({"table": Keeping(VIEWS["a slice"]), "block": Block()})
+    zeroshard.shard(model, "zero3", units=UNITS)
+    found = model["table"]()
+    found["more"] = found["rows"] + 1
+    assert model["table"].kept is found

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.trees import map_tensors, tensors_in, tensors_kept_by
+from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -251,7 +251,8 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
     copies = {id(tensor): tensor.clone() for tensor in tensors if holder(tensor)}
     if not copies:
         return output
-    output = map_tensors(lambda tensor: copies.get(id(tensor), tensor), output)
+    # In the module's own lists and dicts: it may have kept them.
+    output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None)
     for unit in filter(None, map(holder, tensors_in(output))):
         raise InvalidState(
             f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
