@@ -371,6 +371,11 @@ class Named(NamedTuple):
     into: list[Tensor]
 
 
+class ReadOnly(dict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise TypeError("read-only")
+
+
 class Knowing(nn.Module):
     """Has the list that it is given in an attribute, too, and adds to it in another call, and by a hook."""
 
@@ -387,7 +392,7 @@ class Knowing(nn.Module):
         assert losses[0].dtype == also["pair"][0].dtype == x.dtype and also["pair"][0] is losses[0]
         also["new"] = losses[0]
         also["named"].into.append(y.float().square().mean())
-        assert also["named"].x.dtype == x.dtype
+        assert also["named"].x.dtype == also["fixed"]["x"].dtype == x.dtype
         return y
 
 
@@ -401,11 +406,13 @@ def test_a_block_is_given_the_callers_own_lists_and_dicts(rank: int) -> None:
     block.register_forward_hook(lambda module, args, output: args[1].append(output.float().sum()))
     first, frozen = torch.ones(1), Passed(torch.ones(1), [])
     inner = [first]
+    also: dict[str, Any]
     losses, also = [first], {"pair": (first, 1), "frozen": frozen, "named": Named(first, inner)}
+    also["fixed"] = ReadOnly(x=first)
     block.known.append(losses)
     block(torch.ones(2, 4), losses, also)
     assert len(losses) == 3 and losses[0] is first and losses[2].requires_grad
-    assert also["pair"][0] is also["new"] is first and frozen.hidden.dtype == FP32
+    assert also["pair"][0] is also["new"] is also["fixed"]["x"] is first and frozen.hidden.dtype == FP32
     assert len(inner) == 2 and inner[0] is first and inner[1].requires_grad and also["named"].into is inner
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         block(torch.ones(2, 5), losses, also)

@@ -72,8 +72,13 @@ def put_part(container: Any, name: Any, part: Any) -> None:
     """Replace a part of a list, a dict or a dataclass."""
     if is_record(container) and not isinstance(container, dict):
         object.__setattr__(container, name, part)  # also works for frozen dataclasses
-    else:
-        container[name] = part
+        return
+    try:
+        container[name] = part  # a class of the user's may have attributes beside its items
+    except Exception:
+        if not isinstance(container, dict):
+            raise
+        dict.__setitem__(container, name, part)  # a read-only one
 
 
 _SEQUENCES: tuple[type[Any], ...] = (tuple, list, deque)
