@@ -83,6 +83,12 @@ class ShardedGradient(Tensor):
         with as_tensors():
             _living(self._unit_ref).parameters[self._index].grad = values.detach()
 
+    def apply_(self, function: Callable[..., Any]) -> Tensor:
+        self._explain("apply_")  # torch writes to the memory, without a dispatch
+
+    def map_(self, other: Tensor, function: Callable[..., Any]) -> Tensor:
+        self._explain("map_")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
 
