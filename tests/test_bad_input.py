@@ -444,6 +444,16 @@ def test_replaced_data_are_named(rank: int) -> None:
             self.head.to(torch.float32)
             return self.head(self.norm(self.blocks[0](self.embed(tokens))).float())
 
+    class Sets(Net):
+        """Sets weights in its first forward, by the activations there (ActNorm of normalising flows)."""
+
+        is_set = False
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            if not self.is_set:
+                self.is_set, self.norm.bias.data = True, self.embed(tokens).detach().mean((0, 1))
+            return super().forward(tokens)
+
     def cast_a_block(model: Any, handle: Any) -> None:
         model.blocks[1].to(torch.float64)
 
@@ -466,6 +476,7 @@ def test_replaced_data_are_named(rank: int) -> None:
             (Net, cast_a_block, None, "blocks.1.down.weight"),  # the first in the unit's buffer
             (Net, set_data, None, "norm.weight"),
             (Casts, nothing, "bf16", "head.bias"),
+            (Sets, nothing, None, "norm.bias"),
         ):
             said = f"the data of parameter {name} have been replaced"
             if plan is zeroshard.ZERO3 and wrong is cast_a_block:  # at once: no values to cast
@@ -473,7 +484,11 @@ def test_replaced_data_are_named(rank: int) -> None:
             with pytest.raises(RuntimeError, match=said):
                 run(rank, plan, make(model), wrong, precision)
         run(rank, plan, make(Net), nothing)
-        run(rank, plan, make(Casts), nothing, MixedPrecision(keep=(nn.Linear,)))  # what the message proposes
+        # what the message proposes
+        run(rank, plan, make(Casts), nothing, MixedPrecision(keep=(nn.Linear,)))
+        once = make(Sets)
+        loss_of_tokens(once, 0, 0, 0)
+        run(rank, plan, once, nothing)
 
 
 # State and precision --------------------------------------------------------------------------------------------------

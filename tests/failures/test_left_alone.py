@@ -48,6 +48,10 @@ def in_its_own_way(run: Run, case: str, folder: Path) -> None:
         run.handle.full_state_dict()
     elif case == "meets":
         dist.barrier()
+    elif case == "sends":
+        dist.broadcast_object_list([3], src=1)
+    elif case == "receives":
+        dist.broadcast_object_list([None], src=0)
 
 
 def expect(ended: Ended, *patterns: str) -> None:
@@ -67,6 +71,8 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
         ("zero2", "saves"),
         ("zero3", "meets"),
         ("ddp", "meets"),
+        ("zero3", "receives"),
+        ("zero1", "sends"),
     ]
     groups = [Ranks(early, 2, plan, 1, case, tmp_path / str(i)) for i, (plan, case) in enumerate(cases)]
     everybody = dict(zip(cases, finish_all(groups), strict=True))
@@ -82,12 +88,13 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
                 r"rank 1) has reached the end of its program, or called sys.exit; it was last seen .*are collective:",
                 r"use `with handle.join\(\):`",
             )
-        elif case == "meets":
+        elif case in ("meets", "sends", "receives"):
+            call = "barrier" if case == "meets" else "broadcast"
             expect(
                 ended,
                 r"exits because ranks wait for each other \(deadlock\): rank 0 waits in \w+ of unit \S+ \(\w+\), "
                 r"at test_left_alone.py:\d+ in early|exits because ranks wait .*rank 0 waits in \w+ of unit",
-                r"rank 1 waits in torch.distributed.barrier, at test_left_alone.py:\d+ in in_its_own_way",
+                rf"rank 1 waits in torch.distributed.{call}, at test_left_alone.py:\d+ in in_its_own_way",
                 r"are collective: every rank has to call them",
             )
         else:
@@ -229,6 +236,18 @@ def test_functions_of_torch_distributed_are_part_of_a_knot_if_all_members_wait()
     assert knot({0: gathers, 1: barrier}, {}) == []  # rank 2 may still begin either
     assert knot({0: barrier, 1: barrier, 2: barrier}, {}) == []
     assert knot({1: barrier, 2: barrier}, {0: {}}) == [0, 1]
+
+
+def test_a_broadcast_is_part_of_a_knot_if_its_source_has_not_called_it() -> None:
+    """Nothing was found before the timeout: a rank that has sent its part may have left the call long ago."""
+    calls = "calls of the default group"
+    receives = at(calls, 5, (0,), **{calls: 6})
+    assert knot({0: at("gather", 7, gather=8, **{calls: 5}), 1: receives}, {}) == [0, 1]
+    assert knot({0: at("gather", 7, gather=8, **{calls: 6}), 1: receives}, {}) == []  # has sent, and gone on
+    assert knot({0: at("gather", 7, gather=8), 1: receives}, {}) == []  # not known
+    assert knot({2: at("gather", 7, gather=8, **{calls: 5}), 1: receives}, {}) == []  # the source may still come
+    assert knot({1: receives}, {0: {calls: 5}}) == [0, 1]
+    assert knot({1: receives}, {0: {calls: 6}}) == knot({1: receives}, {0: {}}) == []
 
 
 def test_ranks_in_one_exchange_after_different_collectives_never_leave_it() -> None:

@@ -131,7 +131,7 @@ class Notices:
         return dict(zip(ranks, newest, strict=True))
 
     def leave(self, store: Store, number: int, where: str) -> None:
-        self.beat(store, Beat(number, where, None, dict(HERE.begun)))
+        self.beat(store, Beat(number, where, None, HERE.counts()))
 
     # Bells -----------------------------------------------------------------------------------------------------------
 

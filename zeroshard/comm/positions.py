@@ -34,6 +34,12 @@ _SYNCHRONISING = {
 """Functions of torch.distributed that return only when all members of the group have called them. (With NCCL
 `destroy_process_group` waits for what has been queued. A rank that fails may call it in a `finally`, and its error is
 printed only after that.)"""
+_OF_ONE = dict.fromkeys(("broadcast", "broadcast_object_list", "scatter", "scatter_object_list"), "group_src")
+_OF_ONE |= dict.fromkeys(("reduce", "gather", "gather_object"), "group_dst")
+"""Functions of torch.distributed in which one rank sends to all, or all to one, and the variable that has this rank. A
+rank that is not in one may have left it long ago: only the numbers of calls show that it has not come."""
+_WORLD = "calls of the default group"
+"""The key of these numbers. It is absent where they are not known."""
 _COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
 """Kinds of collectives of which all ranks have begun the same number when they come to an exchange among all."""
 
@@ -41,7 +47,7 @@ _COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
 @dataclass(frozen=True)
 class Wait:
     """A wait for collective number `number` (from 0) of the kind `key`, among the global ranks `ranks`; `text` names it
-    for people. For a function of torch.distributed, which is not counted, `number` is -1."""
+    for people. For a function of torch.distributed that needs all its members there, `number` is -1."""
 
     key: str
     number: int
@@ -154,7 +160,12 @@ class Here:
             since = self._foreign[1]
         if wait is None or time.monotonic() - since < LONG_SECONDS:
             return None
-        return Position(wait, dict(self.begun))
+        return Position(wait, self.counts())
+
+    def counts(self) -> dict[str, int]:
+        """How many collectives of each kind this rank has begun, with those of torch's default group."""
+        calls = _calls_of_world()
+        return dict(self.begun) if calls is None else {**self.begun, _WORLD: calls}
 
 
 HERE = Here()
@@ -233,7 +244,8 @@ def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Ma
     """The ranks that a rank in this wait needs: they have not begun it, and wait elsewhere or have left."""
     begun = {**{other: position.begun for other, position in positions.items()}, **left}
     if wait.number >= 0:
-        return [rank for rank in wait.ranks if rank in begun and begun[rank].get(wait.key, 0) <= wait.number]
+        unknown = wait.number + 1 if wait.key == _WORLD else 0
+        return [rank for rank in wait.ranks if rank in begun and begun[rank].get(wait.key, unknown) <= wait.number]
     elsewhere = [rank for rank in wait.ranks if rank not in positions or positions[rank].wait.key != wait.key]
     return elsewhere if all(rank in begun for rank in elsewhere) else []  # else a running rank may still come
 
@@ -241,15 +253,41 @@ def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Ma
 def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:
     """The wait in a function of torch.distributed that the user's code has called, and its frame; or (None, None)."""
     while frame is not None:
-        code = frame.f_code
+        name = frame.f_code.co_name
         # Found on the stack, so that torch need not be patched to see collectives that are not the engine's.
-        if code.co_name in _SYNCHRONISING and code.co_filename.endswith("distributed_c10d.py"):
+        if name in _SYNCHRONISING | _OF_ONE.keys() and frame.f_code.co_filename.endswith("distributed_c10d.py"):
             found = frame.f_locals.get("group")
             group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
             if group is None:  # it has been destroyed
                 return None, None
+            if name not in _SYNCHRONISING:
+                return _wait_of_one(name, group, frame), frame
             ranks = dist.get_process_group_ranks(group)
-            text = f"torch.distributed.{code.co_name}"
+            text = f"torch.distributed.{name}"
             return Wait(text, -1, tuple(ranks), text), frame
         frame = frame.f_back
     return None, None
+
+
+def _wait_of_one(name: str, group: dist.ProcessGroup, frame: FrameType) -> Wait | None:
+    """The wait in a function of `_OF_ONE`: of the one rank for the others, or of another rank for that one. None in a
+    group whose calls are not counted."""
+    calls, one = _calls_of_world(), frame.f_locals.get(_OF_ONE[name])
+    if calls is None or group is not dist.group.WORLD or not isinstance(one, int):
+        return None
+    ranks = (one,) if one != dist.get_rank() else tuple(rank for rank in range(dist.get_world_size()) if rank != one)
+    return Wait(_WORLD, calls - 1, ranks, f"torch.distributed.{name}")
+
+
+def _calls_of_world() -> int | None:
+    """How many functions of torch.distributed this rank has called on the default group; None if it is not known.
+    (Gloo counts messages from rank to rank, too.)"""
+    group: Any = dist.group.WORLD
+    if group is None:
+        return None
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]  # maybe one for several devices
+        numbers = {id(backend): int(backend._get_sequence_number_for_group()) for backend in backends}
+        return sum(numbers.values())
+    except (RuntimeError, AttributeError):  # a backend without such a number
+        return None

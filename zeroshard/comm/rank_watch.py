@@ -256,7 +256,7 @@ class Watch:
         at = where_it_trains()
         is_stuck = position is not None
         # Whoever waits for this rank then waits in vain, however long the save takes.
-        left = dict(HERE.begun) if (saves := only_saves()) else None
+        left = HERE.counts() if (saves := only_saves()) else None
         beat = Beat(self.beats, GIVING_UP if self._reported else at, position, left, saves)
         if self._heart.round(store, beat, self._peers.neighbours) is not Due.NOTHING:
             self._peers.decide_who_looks(store, is_stuck=is_stuck)

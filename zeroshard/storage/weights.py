@@ -363,7 +363,8 @@ class Weights:
             raise InvalidState(
                 f"unit {self._unit}: the data of parameter {name} have been replaced ({found}): move and cast a model "
                 "before shard(); write values inside `with handle.unsharded(write=True):`, in place; a module that "
-                "casts its own weights when it runs belongs in MixedPrecision(keep=...)"
+                "casts its own weights when it runs belongs in MixedPrecision(keep=...), and one that sets its weights "
+                "when it first runs has to run once before shard()"
             )
 
     def replaced(self) -> Iterator[tuple[str, str]]:
