@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -171,8 +171,8 @@ class Schedule(NotCopied):
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
         hooked: set[Visit] = set()
         trail, graph = self._trail, Graph()  # which the hooks keep alive
-        for leaf in leaves:
-            made = [v for v in visits if (entry := entries[v.unit]) is None or entry.has_made(leaf)]
+        for leaf, is_base in _with_bases(leaves):
+            made = [v for v in visits if (entry.has_made(leaf) if (entry := entries[v.unit]) else not is_base)]
             if made:
                 hooked.update(made)
                 leaf.register_hook(partial(self._on_output_grad, made, trail, graph))  # type: ignore[no-untyped-call]
@@ -360,6 +360,19 @@ class Schedule(NotCopied):
             self.reducer.end_backward()
         self.gatherer.end_backward()
         self._show_what_is_read_again()
+
+
+def _with_bases(leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """These, and the tensors of which they are views; and whether it is one of the latter. If a view is changed in
+    place later (`y = linear(x); y += x`: of three dimensions, the output of a linear layer is a view), autograd
+    replaces the node that made it, and no hook on the view is called. The node of its base stays."""
+    bases = dict[int, Tensor]()
+    for leaf in leaves:
+        yield leaf, False
+        base = leaf._base
+        if base is not None and base.grad_fn is not None:
+            bases[id(base)] = base
+    yield from ((base, True) for base in bases.values())
 
 
 def _forget_autocasts(device: torch.device) -> None:
