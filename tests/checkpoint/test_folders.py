@@ -312,6 +312,29 @@ def test_several_optimizers_are_saved_together(tmp_path: Path) -> None:
     assert run_ranks(check, 2) == [[True], [True]]
 
 
+def test_weights_that_were_saved_alone_are_loaded_alone(tmp_path: Path) -> None:
+    """The message named "optimizer number 0" as missing, and not what to do."""
+
+    def check(rank: int) -> None:
+        def started(seed: int) -> Any:
+            torch.manual_seed(seed)
+            model = nn.Linear(3, 3)
+            handle = zeroshard.shard(model, "zero2")
+            return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+
+        _, handle, optimizer = started(0)
+        zeroshard.save(tmp_path, handle, step=0)
+        model, other, optimizer = started(1)
+        with pytest.raises(zeroshard.CheckpointError, match=r"optimizer number 0 \(no optimizer was saved"):
+            zeroshard.load(tmp_path, other, optimizer)
+        zeroshard.load(tmp_path, other)
+        assert same_bits(other.full_state_dict(), handle.full_state_dict())
+        optimizer.backward(model(torch.ones(3)).sum())
+        assert optimizer.step().applied and optimizer.state_dict()["state"][0]["step"] == 1
+
+    run_ranks(check, 2)
+
+
 def test_hyper_parameters_follow_their_parameters(tmp_path: Path) -> None:
     def flat(state: dict[int, Any]) -> State:
         return {f"{number} {key}": value for number, of_one in state.items() for key, value in of_one.items()}

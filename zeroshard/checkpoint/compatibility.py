@@ -65,7 +65,9 @@ def compare(
             result.problems.append(f"{name}: {entry.dtype} {hint} {dtype} (see allow_rounding)")
     if optimizers:
         num_saved = len(saved_optimizers(manifest))
-        result.note_names(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}")
+        # A run is often fine-tuned from weights that were saved alone.
+        hint = "" if num_saved else " (no optimizer was saved: leave it out of the load, and it starts anew)"
+        result.note_names(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}" + hint)
     for optimizer, saved in pairs_of(manifest, optimizers):
         _compare_optimizer(result, manifest, optimizer, saved)
     if extra:

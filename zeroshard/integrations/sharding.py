@@ -143,7 +143,7 @@ class Sharding:
         handles = {id(handle): handle for handle in map(handle_of, parameters)}
         handle = next(iter(handles.values()), None)
         if len(handles) != 1 or handle is None:
-            found, remedy = "parameters of several models", "one optimizer for each model"
+            found, remedy = "parameters of several models", "one optimizer for each model, or one module that has both"
             if strangers := sum(handle_of(parameter) is None for parameter in parameters):
                 found = f"{strangers} parameters that belong to no sharded model"
                 remedy = "prepare (set up) the model before its optimizer or together with it"

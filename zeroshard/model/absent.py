@@ -270,8 +270,8 @@ def not_here(name: str, unit: str) -> str:
         f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). Read it inside "
         "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step "
         "is that of a zeroshard.ShardedOptimizer, not of a plain one); move and cast a model before shard(). In a "
-        "forward, choose units= whose modules contain all uses of what they own (name the transformer block), or "
-        "register the method that is called in place of forward with "
+        "forward, call the model, model(x), not model.forward(x); choose units= whose modules contain all uses of what "
+        "they own (name the transformer block), or register the method that is called in place of forward with "
         "handle.register_forward_method"
     )
 
