@@ -25,6 +25,7 @@ from zeroshard.comm.same import expect_same
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.runtime.gather import Gatherer
+from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -85,7 +86,7 @@ def _expect_not_written(unit: Unit, writes: Sequence[int]) -> None:
 def _is_of_shard(unit: Unit, interval: Interval) -> bool:
     """Whether full weights have the bits of the own shard there. `interval`: inside of it."""
     own = unit.weights.own()[interval.start - unit.updated.start : interval.stop - unit.updated.start]
-    return torch.equal(unit.weights.full[interval.slice].view(torch.uint8), own.view(torch.uint8))
+    return have_same_bits(unit.weights.full[interval.slice], own)
 
 
 @contextmanager

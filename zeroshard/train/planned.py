@@ -44,10 +44,8 @@ def workload_of(config: Config, language: Language, sequences: int, tokens: int 
     def inputs() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
 
-    def loss(model: torch.nn.Module, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return language.loss(*given)
-
-    return Workload(inputs, loss, recompute=config.parallel.recompute, num_tokens=math.prod(shape))
+    recompute, num_tokens = config.parallel.recompute, math.prod(shape)
+    return Workload(inputs, lambda model, given: language.loss(*given), recompute, num_tokens)
 
 
 @dataclass(frozen=True)
