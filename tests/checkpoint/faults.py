@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.checkpoint import files
 
@@ -120,19 +121,36 @@ class StoreServer:
         os.waitpid(self.pid, 0)
 
 
-def join(port: int, rank: int, num_ranks: int, timeout: float) -> None:
-    """Join the process group of the forked ranks, by the store at `port` of this machine."""
+def join(port: int, rank: int, num_ranks: int, timeout: float, rank_0_holds_store: bool = False) -> None:
+    """Join the process group of the forked ranks, by the store at `port` of this machine.
+
+    `timeout`: of collectives and of the store, in seconds; to connect, ranks may take longer. `rank_0_holds_store`: the
+    store of the group is in the process of rank 0, as without a launcher of torch elastic.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     limit = timedelta(seconds=timeout)
-    # To connect may take longer than the timeout of collectives: on a busy machine, and with a slow name server, since
-    # torch looks up a name for the store's address.
+    # On a busy machine, and with a slow name server, since torch looks up a name for the store's address.
     start = max(limit, timedelta(seconds=120))
-    store = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=start)
+    store = met_at = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=start)
+    if rank_0_holds_store:
+        if rank == 0:
+            store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, timeout=start, wait_for_workers=False)
+            met_at.set("port", str(store.port))
+        else:
+            store = TCPStore("127.0.0.1", int(met_at.get("port")), num_ranks, is_master=False, timeout=start)
+        os.environ["MASTER_PORT"] = str(store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=start)
-    store.set_timeout(limit)
-    # torch 2.14 has another name for it, and warns about this one.
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    # Each rank's last calls to the store are over before any rank can stop the one that holds it.
+    met_at.set(f"joined/{rank}", "")
+    met_at.wait([f"joined/{one}" for one in range(num_ranks)])
     set_timeout(limit)
+
+
+def set_timeout(limit: timedelta) -> None:
+    """Of the default group's collectives, and of its store."""
+    _get_default_store().set_timeout(limit)
+    # torch 2.14 has another name for it, and warns about this one.
+    getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)(limit)
 
 
 class Ranks:

@@ -69,9 +69,12 @@ class Ranks:
         *args: Any,
         timeout: float = 120.0,
         awaited: Sequence[int] | None = None,
+        rank_0_holds_store: bool = False,
     ) -> None:
         """Call `fn(rank, mark, *args)`; `mark()` records the moment of the fault. `timeout`: of collectives. `awaited`:
-        the ranks whose end `finish` waits for before it kills the others; None: all."""
+        the ranks whose end `finish` waits for before it kills the others; None: all. `rank_0_holds_store`: as without a
+        launcher of torch elastic; otherwise a process of its own holds it."""
+        self._rank_0_holds_store = rank_0_holds_store
         self._awaited = range(num_ranks) if awaited is None else awaited
         self._folder, self._store = tempfile.TemporaryDirectory(prefix="zeroshard-failures-"), StoreServer(num_ranks)
         self._reader, self._writer = os.pipe()
@@ -91,7 +94,7 @@ class Ranks:
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
             threading.excepthook = threading.__excepthook__  # pytest's shows nothing here
             random.seed(rank)
-            join(self._store.port, rank, num_ranks, timeout)
+            join(self._store.port, rank, num_ranks, timeout, self._rank_0_holds_store)
             fn(rank, lambda: os.write(self._writer, b"."), *args)
             status = 0
         except SystemExit as error:

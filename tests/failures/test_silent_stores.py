@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import _get_default_store
 
 import zeroshard
 from tests.checkpoint.common import Run
+from tests.checkpoint.faults import set_timeout
 from tests.failures.common import Ranks, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import publishing
 from zeroshard.comm import watch
+from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.blame import Seen, blame
 from zeroshard.comm.found import holder_of
+from zeroshard.comm.groups import default_group
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.notices import Beat, Notices
 from zeroshard.comm.peers import Peers
@@ -34,23 +37,17 @@ from zeroshard.comm.processes import Who
 from zeroshard.comm.shared_memory import SharedMemory
 
 
-def let_rank_0_hold_the_store(rank: int, timeout: float) -> None:
-    """Make the process group anew, with a store in the process of rank 0, as without a launcher of torch elastic."""
-    before = _get_default_store()
-    if rank == 0:
-        store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
-        before.set("port", str(store.port))
-    else:
-        store = TCPStore("127.0.0.1", int(before.get("port")), 2, is_master=False)
-    os.environ["MASTER_PORT"] = str(store.port)
-    dist.destroy_process_group()
-    limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+def init(silence: float) -> None:
+    """`zeroshard.init()` with a watch that takes a store for lost that has not answered for `silence` seconds. Nothing
+    else has this timeout."""
+    before = timeout_of(default_group(), torch.device("cpu"))
+    set_timeout(timedelta(seconds=silence))
+    zeroshard.init()
+    set_timeout(before)
 
 
 def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background: bool) -> None:
-    let_rank_0_hold_the_store(rank, 3.0)
-    zeroshard.init()
+    init(silence=3.0)
     run = Run(rank, "zero1", "fp32").train([0])
     wait_until_noted()
     publish = publishing.publish
@@ -69,14 +66,13 @@ def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background:
 def test_who_holds_the_store_is_stopped_in_a_save(tmp_path: Path, background: bool) -> None:
     """The other rank asked the store for the verdict. That call has no timeout, and a heartbeat waits for no answer, so
     nobody noticed: it waited forever."""
-    ended = Ranks(saving_rank, 2, tmp_path / "steps", background).finish(limit=60.0)
+    ended = Ranks(saving_rank, 2, tmp_path / "steps", background, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
     stopped = r"has not answered for \d+ s: rank 0 \(process \d+ on .*\) has stopped \(no heartbeat\)"
     assert len(re.findall(rf"rank [01] exits because the store .* {stopped}", ended.said)) == 2, ended
 
 
 def rank_with_a_worker(rank: int, mark: Callable[[], Any]) -> None:
-    let_rank_0_hold_the_store(rank, 600.0)
     zeroshard.init()
     run = Run(rank, "zero1", "fp32").train([0])
     pids = run.handle.engine.collectives.exchange_objects(os.getpid())
@@ -92,7 +88,7 @@ def rank_with_a_worker(rank: int, mark: Callable[[], Any]) -> None:
 
 def test_who_held_the_store_has_ended_and_its_connections_are_open() -> None:
     """It took the timeout of collectives, and the network was blamed."""
-    ended = Ranks(rank_with_a_worker, 2).finish(limit=60.0)
+    ended = Ranks(rank_with_a_worker, 2, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [-signal.SIGKILL, 1], ended
     assert re.search(r"has not answered for \d+ s: rank 0 \(process \d+ on .*\), which held it, has ended", ended.said)
     assert ended.seconds_of_their_own() < AT_ONCE, ended
@@ -147,7 +143,6 @@ def test_ranks_that_do_not_start_are_told_in_one_line(rank: int) -> None:
 
 def starting_rank(rank: int, mark: Callable[[], Any], place: str) -> None:
     """Rank 0 stops in `init`, or right after it. Rank 1 has not read yet which process rank 0 is."""
-    let_rank_0_hold_the_store(rank, 3.0)
     start, Peers.find_neighbours = watch.start, lambda self, store: None  # type: ignore[method-assign]
 
     def stop() -> None:
@@ -157,7 +152,7 @@ def starting_rank(rank: int, mark: Callable[[], Any], place: str) -> None:
 
     if place == "in init":
         watch.start = lambda: (stop(), start())[1]
-    zeroshard.init()
+    init(silence=3.0)
     if place == "after init":
         stop()
     Run(rank, "zero1", "fp32").train([0])
@@ -166,34 +161,32 @@ def starting_rank(rank: int, mark: Callable[[], Any], place: str) -> None:
 @pytest.mark.parametrize("place", ["in init", "after init"])
 def test_who_holds_the_store_is_stopped_at_the_start(place: str) -> None:
     """The network was blamed, or nobody was named, and rank 0 was never woken."""
-    ended = Ranks(starting_rank, 2, place).finish(limit=60.0)
+    ended = Ranks(starting_rank, 2, place, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
     assert re.search(r"rank 0 \(process \d+ on .*\) has stopped", ended.said), ended
 
 
-def ending_rank(rank: int, mark: Callable[[], Any]) -> None:
+def ending_rank(rank: int, mark: Callable[[], Any], directory: Path) -> None:
     """Rank 0 is killed after rank 1 has made its first connection, and before it makes the second."""
-    before = _get_default_store()
-    let_rank_0_hold_the_store(rank, 3.0)
-    come = Notices.come
+    come, pids, connected = Notices.come, [0, 0], directory / "connected"
+    dist.all_gather_object(pids, os.getpid())
 
     def last(self: Notices, *arguments: Any) -> None:
         come(self, *arguments)
         if rank == 0:
-            before.set("pid", str(os.getpid()))
-            before.wait(["has come"])
+            wait_until(connected.exists)
             mark()
             os.kill(os.getpid(), signal.SIGKILL)
-        before.set("has come", "1")
-        wait_until(lambda: has_ended(int(before.get("pid"))))
+        connected.touch()
+        wait_until(lambda: has_ended(pids[0]))
 
     Notices.come = last  # type: ignore[method-assign]
     zeroshard.init()
 
 
-def test_who_held_the_store_has_ended_before_a_rank_has_connected_again() -> None:
+def test_who_held_the_store_has_ended_before_a_rank_has_connected_again(tmp_path: Path) -> None:
     """It tried to connect for two minutes."""
-    ended = Ranks(ending_rank, 2).finish(limit=60.0)
+    ended = Ranks(ending_rank, 2, tmp_path, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [-signal.SIGKILL, 1], ended
     assert "init: the store of the process group has closed its connections: the launcher or rank 0" in ended.said
     assert ended.seconds_of_their_own() < AT_ONCE, ended
