@@ -7,6 +7,7 @@ and no call is made in between. Other stores are polled.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
@@ -87,14 +88,12 @@ def _cloned(store: Any, patience: float) -> Store:
 
     for work in (clone, look):
         threading.Thread(target=work, name="zeroshard connects", daemon=True).start()
-    waited = 0.0
-    for seconds in (patience, store.timeout.total_seconds()):
-        if wait([result], max(0.0, seconds - waited)).done:
-            return result.result()
-        waited = seconds
-        if (holder := holder_of(store)) is not None and holder.state == "stopped":
-            break
-    _settle(result, TimeoutError("timed out"))
+    begin, limit = time.monotonic(), store.timeout.total_seconds()
+    while not wait([result], _LOOK_SECONDS).done:
+        waited = time.monotonic() - begin
+        holder = holder_of(store) if waited > patience else None
+        if waited > limit or (holder is not None and holder.state == "stopped"):
+            _settle(result, TimeoutError("timed out"))
     return result.result()
 
 

@@ -77,6 +77,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     rank, world_size = given
     if has_one_launcher(world_size) and is_refused(*_store_place()):
         # It has served the store since before it started this process; torch would try to connect for two timeouts.
+        wake(stopped_of_this_job())
         raise LostPeer("the launcher has ended before all ranks had started", None, [])
     try:
         if (store := _store_of_this_attempt(world_size)) is not None:
@@ -84,6 +85,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         else:
             dist.init_process_group(backend, **options)
     except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
+        wake(stopped := stopped_of_this_job())
         if problem := shared_device(error):
             raise InvalidValue(problem) from None
         why = (str(error).splitlines() or [""])[0].rstrip(".")
@@ -92,7 +94,6 @@ def _join(backend: str | None, timeout: timedelta) -> None:
                 error.add_note("rank 0 or the launcher, whichever holds the store of the process group, has ended")
             raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        wake(stopped := stopped_of_this_job())
         had = " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
         raise TookTooLong(
             f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "

@@ -135,8 +135,10 @@ class Peers:
         were = self._were_stopped if time.monotonic() - self._noted < _STOPPED_SECONDS else {}
         return were | {rank: who for rank, who in list(self.neighbours.items()) if who.state == "stopped"}
 
-    def wake(self) -> None:
-        """Continue ranks that are stopped by a signal, so that they can end, too."""
+    def wake(self, store: object) -> None:
+        """Continue ranks that are stopped by a signal, so that they can end, too. `store`: as of `why_silent`."""
+        if 0 not in self._who:
+            self._find_holder(store)
         wake({**stopped_of_this_job(), **self.stopped()})
 
     # Who holds the store ---------------------------------------------------------------------------------------------

@@ -86,18 +86,19 @@ class Watch:
             self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
             further = connection_of_its_own(store, timeout)
             self.bell = Bell(further, _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
-        except Closed as error:
-            raise LostPeer(f"init: {error}: {_HOLDER_ENDED}", None, []) from None
         except (Silent, TookTooLong) as error:
-            raise TookTooLong(f"init: {error}: {self._give_up_start(store)}") from None
+            why = self._give_up_start()
+            if isinstance(error, Closed):
+                raise LostPeer(f"init: {error}: {_HOLDER_ENDED}", None, []) from None
+            raise TookTooLong(f"init: {error}: {why}") from None
         # A third thread, which must not call the store: the other two may block in it forever, and this one notices.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
-    def _give_up_start(self, store: Store) -> str:
+    def _give_up_start(self) -> str:
         """Wake who has stopped, and tell the others. Returns why the store has not answered."""
-        why = self._peers.why_silent(store)
-        self._peers.wake()
+        why = self._peers.why_silent(self.of_store)
+        self._peers.wake(self.of_store)
         with suppress(AttributeError, Silent):  # there is no line yet, or nobody to wake
             self.line.close(partial(self._announce_found, cause=Cause(self.rank, f"failed: {why}")), PATIENCE_SECONDS)
         return why
@@ -109,6 +110,8 @@ class Watch:
             return
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
+        if self._has_failed:  # the guard may not have come to it
+            self._peers.wake(self.of_store)
         self.bell.close()
         if self.bell.blocks:
             self.ring([self.rank])
@@ -304,7 +307,7 @@ class Watch:
         """Interrupt the main thread's waits in gloo so that it can end by itself; end the process after the grace
         period."""
         self._cause = cause
-        self._peers.wake()
+        self._peers.wake(self.of_store)
         interrupt_all()
         interrupt_gloo()
         if self._ending.wait(GRACE_SECONDS):
@@ -344,7 +347,7 @@ class Watch:
 
     def _announce(self, cause: Cause) -> None:
         self._ask(partial(self._notices.announce, cause=cause), None)
-        self._peers.wake()
+        self._peers.wake(self.of_store)
 
     def _show_handled(self, error: BaseException | None) -> None:
         """Print the error that this rank was handling while it waited: often the first one of all. (A `finally:` that

@@ -1,0 +1,87 @@
+"""Ranks that a signal has stopped are woken by the ranks of their host that leave: only then can they end, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+from torch.distributed.distributed_c10d import _get_default_store
+
+import zeroshard
+from tests.failures.common import Ranks, wait_until_noted
+from tests.failures.test_silent_stores import let_rank_0_hold_the_store
+from tests.patience import wait_until
+from zeroshard.comm import watch
+from zeroshard.comm.peers import Peers
+from zeroshard.comm.rank_watch import Watch
+
+
+def stop_here(key: str) -> None:
+    """Stop this process, once `key` is in the store of the test. Tells its number there."""
+    store = _get_default_store()
+    store.wait([key])
+    store.set("stops", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_until_stopped() -> None:
+    pid = int(_get_default_store().get("stops"))
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+def rank_of_three(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 0 is stopped, rank 1 fails, rank 2 leaves before its guard has looked."""
+    zeroshard.init()
+    wait_until_noted()
+    current = watch.current()
+    assert current is not None
+    if rank == 0:
+        _get_default_store().set("stop", "")
+        stop_here("stop")
+        wait_until(lambda: False)
+    wait_until_stopped()
+    if rank == 1:
+        Peers.wake = lambda self, *store: None  # type: ignore[method-assign,assignment]  # as on another host
+        mark()
+        raise ValueError("a fault")
+    current._end = lambda cause: None  # type: ignore[method-assign]
+    wait_until(lambda: current._cause is not None)
+
+
+def test_a_rank_wakes_others_however_soon_it_leaves() -> None:
+    """Only the guard did it, and did not run any more if the program was over within a quarter of a second."""
+    ended = Ranks(rank_of_three, 3).finish(limit=60.0)
+    assert ended.statuses == [1, 1, 0], ended
+
+
+def rank_that_fails(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 0, which holds the store, stops when rank 1 has failed. Rank 1 has not read yet which process rank 0 is."""
+    of_test = _get_default_store()
+    let_rank_0_hold_the_store(rank, 600.0)
+    Peers.find_neighbours = lambda self, store: None  # type: ignore[method-assign]
+    zeroshard.init()
+    if rank == 0:
+        of_test.wait(["failed"])
+        of_test.set("stops", str(os.getpid()))
+        mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        wait_until(lambda: False)
+    announce = Watch._announce
+
+    def late(self: Watch, *cause: Any) -> None:
+        of_test.set("failed", "")
+        pid = int(of_test.get("stops"))
+        wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        announce(self, *cause)
+
+    Watch._announce = late  # type: ignore[method-assign]
+    raise ValueError("a fault")
+
+
+def test_who_holds_the_store_is_woken_by_a_rank_that_fails() -> None:
+    """The store did not answer any more, and nobody had looked who holds it."""
+    ended = Ranks(rank_that_fails, 2).finish(limit=60.0)
+    assert ended.statuses == [1, 1], ended
