@@ -87,7 +87,7 @@ def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, f
         numel = sum(parameter.numel() for parameter in model.parameters())
         contender = BUILDERS[name](Version(None), model, Setting({"lr": 1e-3, "fused": True}, torch.float32, "cpu"))
         if isinstance(contender.optimizer, zeroshard.ShardedOptimizer):
-            peers.append(contender.optimizer.handle.engine.collectives.shared)
+            peers.append(contender.optimizer.handle.engine.collectives.transport.memory)
         for step in range(STEPS):
             tokens = torch.randint(options.vocabulary, shape, generator=torch.Generator().manual_seed(step + 7 * rank))
             live.restart()

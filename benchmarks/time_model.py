@@ -51,7 +51,8 @@ class Probe:
 
     def __init__(self, collectives: Any, num_bytes: int) -> None:
         self.collectives, self.num_bytes, ranks = collectives, num_bytes, collectives.mesh.shard.size
-        self.memory = collectives.allocate(num_bytes, collectives.device)  # peers can map it as long as this lives
+        # Peers can map it as long as this lives.
+        self.memory = collectives.transport.allocate(num_bytes, collectives.device)
         self.full = self.memory.view(torch.float32)
         self.own = self.full.view(ranks, -1)[collectives.mesh.shard.rank]
         needed = collectives.transport.scratch_of_each(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.external import shard_parameters
 from zeroshard.handle import Handle, handle_of

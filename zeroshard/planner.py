@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 
-from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.collectives import Collectives, transport_named
 from zeroshard.comm.transport import Transport, TransportName
-from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import Pattern, Sizes, count, most_in_a_batch, sizes_for
 from zeroshard.layout.interval import Interval

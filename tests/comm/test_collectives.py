@@ -70,7 +70,7 @@ def reduce_scatter(
 ) -> Tensor:
     mesh = collectives.mesh
     sizes = mesh.reduce.size, mesh.replicate.size
-    is_sent = collectives.transport.name == "shared" and not collectives.is_shared(full)
+    is_sent = collectives.transport.name == "shared" and not collectives.transport.is_shared(full)
     transport = PairwiseTransport if is_sent else collectives.transport
     num_bytes = max(transport.scratch_of_each(full.numel(), full.dtype, wire, *sizes, in_place=in_place))
     reduction = Reduction(torch.empty(num_bytes, dtype=torch.uint8), wire)
@@ -150,7 +150,7 @@ def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(rank: int,
         for one in case:
             chosen[slice(*one)] = True
         of_ranks = [terms(r, numel, dtype, exact=way == "native") for r in range(num_ranks)]
-        full = collectives.allocate(numel * dtype.itemsize, torch.device("cpu")).view(dtype)
+        full = collectives.transport.allocate(numel * dtype.itemsize, torch.device("cpu")).view(dtype)
         full.copy_(of_ranks[rank])
         out = reduce_scatter(collectives, full, wire, in_place=in_place, portions=moved)
         untouched = of_ranks[rank][mine] if in_place else torch.full_like(out, 99)
@@ -222,8 +222,8 @@ def test_what_garbage_collection_drops_waits_for_no_peer() -> None:
 
     def check(rank: int) -> None:
         collectives = Collectives(Mesh.of(None), CommLog())
-        assert collectives.shared is not None
-        memory = collectives.allocate(2 * 256 * 4, torch.device("cpu"))
+        assert collectives.transport.memory is not None
+        memory = collectives.transport.allocate(2 * 256 * 4, torch.device("cpu"))
         full = memory.view(FP32)
         full[rank * 256 : (rank + 1) * 256] = rank + 1.0
         collectives.map_peers()

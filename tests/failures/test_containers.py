@@ -21,7 +21,7 @@ from zeroshard.testing import run_ranks
 
 
 def train_all(rank: int) -> tuple[int, bool, list[Outcome]]:
-    shared = zeroshard.shard(torch.nn.Linear(2, 2), "zero3").engine.collectives.shared is not None
+    shared = zeroshard.shard(torch.nn.Linear(2, 2), "zero3").engine.collectives.transport.memory is not None
     return os.getpid(), shared, [train(Job(), plan, rank) for plan in PLANS]
 
 

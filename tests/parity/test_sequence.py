@@ -53,7 +53,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     expected_main, expected_weights = updated()
     collectives = Collectives(Mesh.of(None), CommLog())
     own = LAYOUT.shard(rank)
-    allocate = partial(collectives.allocate, device=CPU)
+    allocate = partial(collectives.transport.allocate, device=CPU)
     grads = FlatBuffer(LAYOUT, rank, FP16, PARTIAL, allocate)
     weights = FlatBuffer(LAYOUT, rank, FP16, REPLICATED, allocate)
     collectives.map_peers()

@@ -42,7 +42,7 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
     gloo thread releases the last tensor it has sent a moment after the call has returned, so the search is repeated.
     """
     memory = handle.memory()
-    shared = handle.engine.collectives.shared
+    shared = handle.engine.collectives.transport.memory
     foreign = {tensor.untyped_storage()._cdata for tensor in (shared.mapped() if shared is not None else [])}
     old = before | storages(handle.engine.collectives.samples.tensors())
     for same in (optimizer.agreement.same for optimizer in handle.engine.claims.owners()):

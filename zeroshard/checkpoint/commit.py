@@ -39,7 +39,7 @@ from zeroshard.checkpoint.manifest import (
 )
 from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_with_index
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import in_words
 from zeroshard.io.checked import NotWritten
 

@@ -19,7 +19,7 @@ from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import on_all_ranks, work_on_all_ranks
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell

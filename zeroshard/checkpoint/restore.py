@@ -22,7 +22,7 @@ from zeroshard.checkpoint.saved_state import (
     saved_groups,
     saved_options,
 )
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment

@@ -44,7 +44,7 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, whole
 from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import tell_together, together
 from zeroshard.comm.whereabouts import SAVES
 from zeroshard.errors import InvalidState, InvalidValue

@@ -20,7 +20,7 @@ from torch import Tensor
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.index import BLOCK_BYTES, DIGEST_LENGTH, Chunk, Index, digest_of, num_blocks
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, FileEntry, Run, TensorEntry
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
 from zeroshard.layout.interval import Interval, round_up

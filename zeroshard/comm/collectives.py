@@ -1,6 +1,6 @@
 """The collectives of a mesh: each is logged, and the watch is told which one this rank is in.
 
-A transport (`transports.py`) moves the bytes. `Portions` say which intervals of each shard take part; the rest of a
+A transport (`TRANSPORTS`) moves the bytes. `Portions` say which intervals of each shard take part; the rest of a
 buffer does not move.
 
 Collectives on full buffers return a `Pending` at once. A group of one rank has nothing to move and returns a finished
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.comm import watch
 from zeroshard.comm.alike import are_alike, as_terms
 from zeroshard.comm.chain import Beside, Chain, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
@@ -43,16 +44,15 @@ from zeroshard.comm.packets import (
     to_host,
 )
 from zeroshard.comm.pairwise_transport import PairwiseTransport
-from zeroshard.comm.patience import wait_for_all
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.positions import HERE, Wait
-from zeroshard.comm.profiling import profiled, span
+from zeroshard.comm.ranges import profiled, span
 from zeroshard.comm.replicas import Replicas
 from zeroshard.comm.samples import Samples
-from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
-from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
+from zeroshard.comm.transport import Gather, Reduction, Sum, Transport, TransportName
 from zeroshard.comm.user_streams import UserStreams
+from zeroshard.errors import InvalidValue
 from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
 
@@ -100,29 +100,11 @@ class Collectives:
         if self.user_streams is not None:
             self.user_streams.come()
 
-    def close(self) -> None:
-        """The model is closed on all ranks: the next one may use the groups that were made for it."""
-        self.mesh.release()
-
     def _try_to_share(self) -> None:
         """Switch to shared memory if every rank can read every other rank's."""
-        self.transport = (
-            SharedTransport.between(self.mesh.world, self.messages, self.log, self.exchange_objects) or self.transport
-        )
+        shared = SharedTransport.between(self.mesh.world, self.messages, self.log, self.exchange_objects)
+        self.transport = shared or self.transport
         self.log.clear()
-
-    @property
-    def shared(self) -> SharedMemory | None:
-        """Memory that all ranks of the host can read, or None. Buffers allocated in it need not be sent."""
-        return self.transport.memory
-
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        """See `Transport.allocate`."""
-        return self.transport.allocate(num_bytes, device)
-
-    def is_shared(self, tensor: Tensor) -> bool:
-        """See `Transport.is_shared`."""
-        return self.transport.is_shared(tensor)
 
     def map_peers(self) -> None:
         """See `Transport.map_peers`. Collective."""
@@ -392,10 +374,9 @@ class Collectives:
             self.orders.refuse(what)
 
     def wait_for_all(self) -> None:
-        """See `patience.wait_for_all`."""
+        """See `watch.wait_for_all`."""
         self._expect_followed("a wait for all ranks")
-        world = self.mesh.world
-        wait_for_all(world.ranks, self._name)
+        watch.wait_for_all(self.mesh.world.ranks, self._name)
 
     def _begin(self, kind: str, axis: Axis, text: str) -> Wait:
         """Count a collective that begins here, for the watch."""
@@ -411,6 +392,22 @@ class Collectives:
     def _log_gather(self, op: str, gather: Gather, unit: str, phase: str) -> Flight:
         num_bytes = gather.portions.sent_to_gather(gather.axis.rank) * gather.full.element_size()
         return self.log.start(op, unit, phase, num_bytes, common=gather.num_bytes, kind=gather.kind)
+
+
+TRANSPORTS: dict[TransportName, type[Transport]] = {
+    transport.name: transport for transport in (SharedTransport, PairwiseTransport, NativeTransport)
+}
+
+
+def transport_named(name: TransportName) -> type[Transport]:
+    """The transport class of that name, for the planner, which has no process group.
+
+    Raises:
+        ValueError: there is no transport of that name.
+    """
+    if name not in TRANSPORTS:
+        raise InvalidValue(f"transport must be one of {', '.join(TRANSPORTS)}, found {name!r}")
+    return TRANSPORTS[name]
 
 
 @contextmanager

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from zeroshard.comm.profiling import span
-from zeroshard.comm.recording import Range, open_range
+from zeroshard.comm.ranges import Range, open_range, span
 
 
 class CommEvent(NamedTuple):

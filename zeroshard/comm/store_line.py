@@ -31,35 +31,26 @@ class Closed(Silent):
 
 
 class Attended:
-    """A store for calls of another thread than that of the `StoreLine`. Each call waits for the answer; the line's
-    `silent_for` tells since when."""
+    """The calls of another thread than that of the `StoreLine` to a store, which has the methods of that store. Each
+    waits for the answer; the line's `silent_for` tells since when.
+
+    Attributes:
+        asked: start of the call that is open.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.asked: float | None = None  # start of the call that is open
+        self.asked: float | None = None
 
-    def _call(self, method: Callable[..., T], *arguments: Any) -> T:
-        self.asked = time.monotonic()
-        try:
-            return method(*arguments)
-        finally:
-            self.asked = None
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.asked = time.monotonic()
+            try:
+                return getattr(self._store, name)(*arguments)
+            finally:
+                self.asked = None
 
-    def add(self, key: str, by: int) -> int:
-        return self._call(self._store.add, key, by)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._call(self._store.check, keys)
-
-    def set(self, key: str, value: str) -> None:
-        self._call(self._store.set, key, value)
-
-    def get(self, key: str) -> bytes:
-        """For keys that exist: the store answers at once."""
-        return self._call(self._store.get, key)
-
-    def delete_key(self, key: str) -> None:
-        self._call(self._store.delete_key, key)
+        return call
 
 
 class StoreLine:

@@ -1,7 +1,7 @@
 """The interface of a transport: gather, sum and exchange buffers, and the scratch that this needs.
 
 `Collectives` decides what is exchanged, logs it, and checks that the ranks agree. A transport moves the bytes. There
-are three (`transports.py`): shared, pairwise and native.
+are three: shared, pairwise and native.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.lost import LostPeer, is_of_others
-from zeroshard.comm.positions import HERE
+from zeroshard.comm.positions import HERE, Wait, in_short
 from zeroshard.comm.rank_watch import FAILED, Watch, where_it_trains
 
 _current: Watch | None = None
@@ -122,6 +122,26 @@ def abort_on_error() -> Iterator[None]:
     except BaseException as error:
         abort(error)
         raise
+
+
+def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
+    """Return when every rank has called this. There is no time limit as long as the missing ranks send heartbeats.
+    Collective. Call it after work that one rank does alone for longer than the timeout of a collective: the others wait
+    for it through the watch. Without a watch (`init` starts it) it returns at once, and the next collective waits.
+
+    Args:
+        ranks: global ranks; None: all.
+        name: tells the waits of several handles of the same ranks apart.
+
+    Raises:
+        LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
+    """
+    if (watch := current()) is not None:
+        everyone = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+        key = f"all {name} {in_short(everyone)}"
+        number = HERE.begin(key)
+        with HERE.waiting(Wait(key, number, everyone, "a wait for all ranks")):
+            watch.wait_for_all(key, number + 1, everyone)
 
 
 class _Excepthook:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroshard.comm.collectives import transport_named
 from zeroshard.comm.transport import TransportName
-from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.layout.cuts import SIZES
 from zeroshard.model.casting import Precisions

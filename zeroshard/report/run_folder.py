@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zeroshard.comm.collectives import transport_named
 from zeroshard.comm.transport import TransportName
-from zeroshard.comm.transports import transport_named
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import as_plan
 from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue

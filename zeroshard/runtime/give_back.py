@@ -44,7 +44,7 @@ def close(engine: Engine, destination: Destination) -> None:
         engine.abandon()
         raise
     engine.release()
-    engine.collectives.close()
+    engine.collectives.mesh.release()
     if destination.includes(engine.collectives.mesh.world.rank):
         engine.plain.move(destination.device)
 

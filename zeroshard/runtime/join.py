@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 from zeroshard.comm.backends import timeout_of
 from zeroshard.comm.orders import Orders, Voice
-from zeroshard.comm.profiling import span
+from zeroshard.comm.ranges import span
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine

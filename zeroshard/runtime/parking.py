@@ -92,7 +92,7 @@ class Parking:
         self._emptied.append((tensor, storage.nbytes()))
         # A mapped file cannot be resized as a storage, and peers have mapped it. `madvise` frees its pages, for all
         # ranks, and keeps the mappings.
-        if self._collectives.is_shared(tensor):
+        if self._collectives.transport.is_shared(tensor):
             page = os.sysconf("SC_PAGE_SIZE")  # whole pages of this rank alone: shards may lie side by side
             start = -(-storage.data_ptr() // page) * page
             stop = (storage.data_ptr() + storage.nbytes()) // page * page

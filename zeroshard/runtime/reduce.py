@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.model.units import in_order_of_reduction
@@ -178,7 +178,7 @@ class Reducer:
         """Reduce some slots in a storage of their own: this is rare, and buckets may hold gradients of other slots."""
         grads = self.grads[unit]
         # In memory that peers can map, as they read it. It must live until the last exchange below.
-        sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, self.collectives.allocate)
+        sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, self.collectives.transport.allocate)
         assert sums.full is not None
         for index, term in terms.items():
             if term is not None:

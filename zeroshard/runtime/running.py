@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.comm.recording import Kind, Range, Recording, open_range
+from zeroshard.comm.ranges import Kind, Range, Recording, open_range
 from zeroshard.errors import InvalidState
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.trees import tensors_in

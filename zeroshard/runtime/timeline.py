@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.recording import Device, Kind, Recording
+from zeroshard.comm.ranges import Device, Kind, Recording
 from zeroshard.errors import InvalidState
 from zeroshard.runtime.summary import aligned
 from zeroshard.runtime.timeline_event import TimelineEvent, covered, trace_events

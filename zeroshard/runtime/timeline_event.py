@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeroshard.comm.profiling import label
-from zeroshard.comm.recording import Kind, Range, Recording
+from zeroshard.comm.ranges import Kind, Range, Recording, label
 
 Times = tuple[float, float]
 """Begin and end, in seconds since the timeline began."""

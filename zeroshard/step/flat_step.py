@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.layout.cuts import batches, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.profiling import phase, span
+from zeroshard.comm.ranges import phase, span
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.inner import Arguments, run_step

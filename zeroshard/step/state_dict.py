@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.profiling import phase
+from zeroshard.comm.ranges import phase
 from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine

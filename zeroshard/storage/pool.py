@@ -218,9 +218,10 @@ class Pool:
         """
         self.expect_room(num_bytes, why)
         memory: Memory = (Emptied if kind == "ring" else Plain)(num_bytes, self._device)
-        if kind == "buckets" and self._collectives.shared is not None and num_bytes:
+        shared = self._collectives.transport.memory
+        if kind == "buckets" and shared is not None and num_bytes:
             # One segment for good: peers map it once. Every peer would have to map a new segment in each backward.
-            memory = Segment(self._collectives.shared, num_bytes)
+            memory = Segment(shared, num_bytes)
         self._buffers.append(PoolBuffer(self, kind, num_bytes, user, memory))
         return self._buffers[-1]
 

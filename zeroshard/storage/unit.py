@@ -52,7 +52,7 @@ class Unit:
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
         self._indices = {slot.name: index for index, slot in enumerate(self.layout.slots)}
-        allocate = common.hold if common else partial(collectives.allocate, device=self.parameters[0].device)
+        allocate = common.hold if common else partial(collectives.transport.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
         self.weights = Weights(spec.name, self.parameters, buffer, common)
@@ -81,7 +81,7 @@ class Unit:
         lasting = self.plan.grads is not SHARDED
         # A full buffer of gradients must lie in memory that peers can map: they read it in a reduction. Peers never
         # read a shard of gradients.
-        allocate = partial(collectives.allocate if lasting else plain_bytes, device=device)
+        allocate = partial(collectives.transport.allocate if lasting else plain_bytes, device=device)
         buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
         return Gradients(self.spec.name, buffer, mean)
 
