@@ -21,7 +21,7 @@ from zeroshard.comm.messages import Messages
 from zeroshard.comm.packets import PACKET, ROOM, packet_sizes
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.samples import Samples
-from zeroshard.comm.settings import SettingsReport
+from zeroshard.runtime.settings import SettingsReport
 from zeroshard.step import control
 from zeroshard.step.ahead import Verdict
 from zeroshard.step.clipping import Clipping

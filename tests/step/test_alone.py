@@ -16,8 +16,8 @@ from tests.kit import PLANS
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.mesh import Mesh
-from zeroshard.comm.settings import SettingsReport
 from zeroshard.placement import Plan
+from zeroshard.runtime.settings import SettingsReport
 from zeroshard.step import control
 from zeroshard.testing import run_ranks
 

@@ -31,6 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.comm import watch
 from zeroshard.comm.backends import timeout_of
+from zeroshard.comm.bell import Pauses
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.heartbeat import BEAT_SECONDS
 from zeroshard.comm.rank_watch import GRACE_SECONDS, Watch
@@ -145,11 +146,11 @@ class Meeting:
         it; then removes all keys. (If one has not, that one still finds the verdict, and removes what is left.)"""
         self._put("verdict", error)
         self._ring(self._ranks[1:])
-        waiting, end = self._waiting(), time.monotonic() + GRACE_SECONDS
+        pauses, end = self._pauses(), time.monotonic() + GRACE_SECONDS
         while self.size > 1 and self._store.add("known", 0) < self.size - 1:
             if time.monotonic() > end:
                 break
-            waiting(end - time.monotonic())
+            pauses.wait(end - time.monotonic())
         self._leave()
 
     def verdict(self) -> str:
@@ -158,9 +159,9 @@ class Meeting:
         Raises:
             CheckpointError: rank 0 has sent no heartbeat for the timeout.
         """
-        waiting, counts = self._waiting(), dict[int, _Count]()
+        pauses, counts = self._pauses(), dict[int, _Count]()
         while not self._store.check(["verdict"]):
-            waiting(self._pace)
+            pauses.wait(self._pace)
             self._keep_counting()
             if self._is_silent(0, counts):
                 raise CheckpointError(self._silence_of(0))
@@ -201,7 +202,7 @@ class Meeting:
         """Wait for the reports of these ranks, as long as they send heartbeats. After an error, for at most the grace
         period."""
         missing, counts = list(ranks), dict[int, _Count]()
-        waiting, end = self._waiting(), float("inf")
+        pauses, end = self._pauses(), float("inf")
         while missing and time.monotonic() <= end:
             is_complete = self._store.check([f"report-{rank}" for rank in missing])
             for rank in list(missing):
@@ -215,7 +216,7 @@ class Meeting:
             if any(error for _, _, error, _ in self._reports):
                 end = min(end, time.monotonic() + GRACE_SECONDS)
             if missing:
-                waiting(self._pace if end == float("inf") else 0.05)
+                pauses.wait(self._pace if end == float("inf") else 0.05)
                 self._keep_counting()
 
     def _followers(self, leader: int) -> range:
@@ -224,22 +225,10 @@ class Meeting:
     def _leaders(self) -> range:
         return range(_FOLLOWERS, self.size, _FOLLOWERS)
 
-    def _waiting(self) -> Callable[[float], None]:
-        """A function to call between two looks at the store: it returns when this rank's bell has rung since the last
-        call, or after the given seconds; without a bell, after a short pause."""
-        bell = self._watch.bell if self._watch is not None else None
-        heard, pause = bell.count if bell is not None else 0, 0.001
-
-        def wait(longest: float) -> None:
-            nonlocal heard, pause
-            if bell is not None and bell.blocks:
-                bell.wait(heard, max(0.0, longest))
-                heard = bell.count
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02 * max(1.0, self.size / _RANKS_AT_FULL_PACE))
-
-        return wait
+    def _pauses(self) -> Pauses:
+        return Pauses(
+            None if self._watch is None else self._watch.bell, 0.02 * max(1.0, self.size / _RANKS_AT_FULL_PACE)
+        )
 
     def _be_counted(self, key: str, awaited: int, by: int, *, at_once: bool = False) -> None:
         """Count this rank's arrival. The last of the `awaited` ranks rings the bell of rank `by`, which waits."""

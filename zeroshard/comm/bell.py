@@ -107,6 +107,26 @@ def can_wait(store: Any) -> bool:
     return isinstance(without_prefixes(store), TCPStore)
 
 
+class Pauses:
+    """The pauses between looks at the store, each until this rank's bell has rung since the last one. Without a bell
+    that blocks they are short, and grow."""
+
+    def __init__(self, bell: Bell | None, longest: float) -> None:
+        """`longest`: seconds of a pause without a bell."""
+        self._bell = bell if bell is not None and bell.blocks else None
+        self._heard = 0 if self._bell is None else self._bell.count  # before the first look: no ring is missed
+        self._next, self._longest = 0.0005, longest
+
+    def wait(self, seconds: float) -> None:
+        """One pause, of at most `seconds`."""
+        if self._bell is None:
+            time.sleep(min(self._next, max(0.0, seconds)))
+            self._next = min(2 * self._next, self._longest)
+        else:
+            self._bell.wait(self._heard, max(0.0, seconds))
+            self._heard = self._bell.count
+
+
 class Bell:
     """Attributes:
     blocks: whether the thread blocks in the store until the key is set; else it polls.

@@ -40,10 +40,14 @@ class Posted:
 
 
 class Board:
-    """The memory of one rank's heartbeats: written by that rank, read by the others."""
+    """The memory of one rank's heartbeats: written by that rank, read by the others.
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
+    Attributes:
+        card: what these need to open it, see `open_board`; of their own copies empty.
+    """
+
+    def __init__(self, memory: mmap.mmap, card: tuple[int, ...] = ()) -> None:
+        self._memory, self.card = memory, card
         self._last: Posted | None = None
 
     def post(self, number: int, beat: str, speaks_for: Iterable[int]) -> bool:
@@ -68,21 +72,14 @@ class Board:
         return self._last
 
 
-class OwnBoard(Board):
-    """The board of this process. `card`: what other processes of this host need to open it, see `open_board`."""
-
-    def __init__(self) -> None:
-        shared = SharedMemory()
-        segment, fd = shared.create(_BYTES)
-        weakref.finalize(self, os.close, fd)  # peers open it through /proc
-        super().__init__(mmap.mmap(fd, _BYTES))
-        self.card = (shared.process.identity, segment, fd)
-
-
-def make_board() -> OwnBoard | None:
+def make_board() -> Board | None:
     """A board for this process; None where the system has no such memory."""
     with suppress(OSError, AttributeError):  # os.memfd_create exists on Linux only
-        return OwnBoard()
+        shared = SharedMemory()
+        segment, fd = shared.create(_BYTES)
+        board = Board(mmap.mmap(fd, _BYTES), (shared.process.identity, segment, fd))
+        weakref.finalize(board, os.close, fd)  # peers open it through /proc
+        return board
     return None
 
 

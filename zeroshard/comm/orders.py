@@ -17,6 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeroshard.comm import watch
+from zeroshard.comm.bell import Pauses
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.errors import InvalidState
 
@@ -68,11 +69,10 @@ class Orders:
         wait = Wait(
             f"orders {self._name}", self._next, (self._ranks[self.leader],), "a join, for the others' next step"
         )
-        pause, since = 0.0002, time.monotonic()
+        pauses, since = Pauses(None, 0.01), time.monotonic()
         with HERE.waiting(wait):
             while not self._store.check([self._key(self._next)]):
-                time.sleep(pause)
-                pause = min(2 * pause, 0.01)
+                pauses.wait(self._timeout)
                 current = watch.current()
                 if current is not None:
                     current.expect_alive([self._ranks[self.leader]])

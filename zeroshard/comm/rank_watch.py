@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeroshard.comm.backends import backends_of
-from zeroshard.comm.bell import Bell, connection_of_its_own
+from zeroshard.comm.bell import Bell, Pauses, connection_of_its_own
 from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.found import has_one_launcher, without_prefixes
 from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
@@ -199,16 +199,14 @@ class Watch:
         """
         everyone = len(ranks) * number
         missing = [rank for rank in ranks if rank != self.rank]
+        pauses = Pauses(self.bell, 0.05)
         # Twice the timeout, so that this call does not give up first: the guard ends the process if the store does not
-        # answer for the timeout. `heard` before the call: a ring after it must not be missed.
-        heard = self.bell.count
+        # answer for the timeout.
         come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._heart.pace.timeout)
         if come == everyone:
             self.ring(missing)
-        pause, longest = 0.0005, self._heart.pace.seconds if self.bell.blocks else 0.05
         while come < everyone:
-            self.bell.wait(heard, pause)
-            heard, pause = self.bell.count, min(2 * pause, longest)
+            pauses.wait(self._heart.pace.seconds)
             come = self._ask(partial(self._notices.count, key=key, by=0), come)
             if come < everyone:
                 self.expect_alive(missing)

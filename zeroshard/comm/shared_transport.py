@@ -22,7 +22,7 @@ from zeroshard.comm.pending import Pending
 from zeroshard.comm.pipes import PeerGone
 from zeroshard.comm.shared_memory import Location, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, is_same_place
-from zeroshard.comm.trial import Connecting, Probe, connected
+from zeroshard.comm.trial import Probe, connect, connected, make_pipes, start
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 
 
@@ -59,20 +59,21 @@ class SharedTransport(PairwiseTransport):
             return cls(messages, log, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
         memory = SharedMemory()
         probe = Probe(memory, world.rank, world.size)
-        pipes = Connecting(world.group, world.ranks[world.rank], world.ranks)
-        cards = exchange([probe.card(), pipes.card()])
+        pipes = make_pipes(world.group, rank := world.ranks[world.rank], world.ranks)
+        cards = exchange([probe.card(), pipes.card(world.ranks) if pipes is not None else None])
         of_memory, of_pipes = zip(*cards, strict=True)
-        answers = exchange([probe.answer(of_memory), pipes.connect([pid for pid, *_ in of_memory], of_pipes)])
+        processes = {
+            other: Process(pid, identity) for other, (pid, identity, *_) in zip(world.ranks, of_memory, strict=True)
+        }
+        answers = exchange([probe.answer(of_memory), connect(pipes, rank, processes, of_pipes)])
         # Three exchanges are needed: answers are checked only after all ranks have written theirs, and one refusal must
         # decide for all ranks. Ranks with different transports would wait for messages that nobody sends.
         can_read, are_connected = (all(answer) for answer in zip(*answers, strict=True))
         if not all(exchange(can_read and probe.is_answered(of_memory))):
             return None
-        processes = {
-            rank: Process(pid, identity) for rank, (pid, identity, *_) in zip(world.ranks, of_memory, strict=True)
-        }
-        if are_connected:
-            messages.pipes = pipes.start(processes)
+        if pipes is not None and are_connected:
+            start(pipes, world.group, processes)
+            messages.pipes = pipes
         return cls(messages, log, memory, processes)
 
     def gather(self, gather: Gather) -> Pending:

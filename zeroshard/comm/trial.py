@@ -53,47 +53,39 @@ class Probe:
         return self._slots.tolist() == [identity for _, identity, *_ in cards]
 
 
-class Connecting:
-    """The steps in which one rank connects its pipes with those of its group: `card`, `connect`, `start`."""
+def make_pipes(group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> Pipes | None:
+    """The pipes of global rank `rank` to the others of a group; None if it has no file descriptors left: then all
+    messages go through gloo."""
+    with suppress(OSError):
+        return Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
+    return None
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int]) -> None:
-        """`rank` is the global rank of this process, `ranks` are those of the group."""
-        self._group, self._rank, self._ranks = group, rank, ranks
-        self._pipes: Pipes | None = None
-        with suppress(OSError):  # no file descriptors left: then all messages go through gloo
-            self._pipes = Pipes(rank, ranks, timeout_of(group, torch.device("cpu")).total_seconds())
 
-    def card(self) -> Card | None:
-        """This rank's card for the other ranks; None if it could not make pipes."""
-        return self._pipes.card(self._ranks) if self._pipes is not None else None
+def connect(pipes: Pipes | None, rank: int, processes: Mapping[int, Process], cards: Sequence[Card | None]) -> bool:
+    """Open the pipes to all other ranks. Returns whether that worked.
 
-    def connect(self, pids: Sequence[int], cards: Sequence[Card | None]) -> bool:
-        """Open the pipes to all other ranks. Returns whether that worked.
-
-        Args:
-            pids: process numbers, in the order of the ranks.
-            cards: in the order of the ranks.
-        """
-        place, found = self._ranks.index(self._rank), {}
-        for rank, pid, card in zip(self._ranks, pids, cards, strict=True):
-            if card is None:
-                return False
-            if rank != self._rank:
-                found[rank] = pid, card[place]
-        try:
-            assert self._pipes is not None, "all have a card"
-            self._pipes.connect(found)
-        except OSError:
+    Args:
+        processes: by global rank.
+        cards: of these ranks, in the same order; None: the rank has no pipes.
+    """
+    place, found = [*processes].index(rank), {}
+    for (other, process), card in zip(processes.items(), cards, strict=True):
+        if card is None:
             return False
+        if other != rank:
+            found[other] = process.pid, card[place]
+    assert pipes is not None, "all have a card"
+    with suppress(OSError):
+        pipes.connect(found)
         return True
+    return False
 
-    def start(self, processes: Mapping[int, Process]) -> Pipes:
-        """Take the pipes into use. Call it only if `connect` returned True on all ranks."""
-        assert self._pipes is not None, "connected"
-        self._pipes.start()
-        self._pipes.processes = processes
-        _CONNECTED[self._group] = self._pipes
-        return self._pipes
+
+def start(pipes: Pipes, group: dist.ProcessGroup, processes: Mapping[int, Process]) -> None:
+    """Take the pipes into use, for all meshes of the group. Call it only if `connect` returned True on all ranks."""
+    pipes.start()
+    pipes.processes = processes
+    _CONNECTED[group] = pipes
 
 
 def connected(group: dist.ProcessGroup) -> Pipes | None:

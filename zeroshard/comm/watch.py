@@ -54,12 +54,7 @@ def start() -> None:
         timeout = timeout_of(group, torch.device(next(iter(backends), "cpu")))
         _current = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
         atexit.register(at_exit)
-        if sys.excepthook is not _excepthook:
-            _excepthook.previous = sys.excepthook
-            sys.excepthook = _excepthook
-        if threading.excepthook is not _thread_excepthook:
-            _thread_excepthook.previous = threading.excepthook
-            threading.excepthook = _thread_excepthook
+        _hooks.install()
 
 
 def current() -> Watch | None:
@@ -81,7 +76,7 @@ def stop() -> None:
 def at_exit() -> None:
     """`stop`; if the thread that trained has failed, the exit status says so."""
     stop()
-    if _thread_excepthook.has_failed:
+    if _hooks.has_failed:
         # The main thread has ended as usual, with status 0: a launcher would take the run for done.
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(FAILED)
@@ -144,35 +139,41 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
             watch.wait_for_all(key, number + 1, everyone)
 
 
-class _Excepthook:
-    """Reports uncaught errors of the main thread."""
+class _Hooks:
+    """Report errors that nobody has caught: of the main thread, and of the thread that trains, if that is another one.
+    Python ends that thread only, and the other ranks would wait for it. (Errors of other threads are none of ours:
+    plain torch trains on.)
+
+    Attributes:
+        has_failed: whether the thread that trained, not the main thread, has ended with an error.
+    """
 
     def __init__(self) -> None:
-        self.previous: Callable[..., Any] = sys.__excepthook__
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _current is None or os.getpid() != _current.pid:
-            self.previous(kind, error, trace)
-        else:
-            _current.report(error, partial(self.previous, kind, error, trace))
-
-
-class _ThreadExcepthook:
-    """Reports uncaught errors of the thread that trains, if that is not the main thread. Python ends that thread only,
-    and the other ranks would wait for it. (Errors of other threads are none of ours: plain torch trains on.)"""
-
-    def __init__(self) -> None:
-        self.previous: Callable[..., Any] = threading.__excepthook__
         self.has_failed = False
+        self._of_main: Callable[..., Any] = sys.__excepthook__
+        self._of_thread: Callable[..., Any] = threading.__excepthook__
 
-    def __call__(self, ended: Any) -> None:
+    def install(self) -> None:
+        if sys.excepthook != self._main_ended:
+            self._of_main, sys.excepthook = sys.excepthook, self._main_ended
+        if threading.excepthook != self._thread_ended:
+            self._of_thread, threading.excepthook = threading.excepthook, self._thread_ended
+
+    def _main_ended(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show = partial(self._of_main, kind, error, trace)
+        if (watch := current()) is None:
+            show()
+        else:
+            watch.report(error, show)
+
+    def _thread_ended(self, ended: Any) -> None:
         watch, error = current(), ended.exc_value
         if watch is None or error is None or isinstance(error, SystemExit) or HERE.thread != threading.get_ident():
-            self.previous(ended)
+            self._of_thread(ended)
         else:
             self.has_failed = True
-            watch.report(error, partial(self.previous, ended))
+            watch.report(error, partial(self._of_thread, ended))
             watch.leave(error)
 
 
-_excepthook, _thread_excepthook = _Excepthook(), _ThreadExcepthook()
+_hooks = _Hooks()

@@ -37,11 +37,11 @@ from torch.linalg import vector_norm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.settings import Items, plain
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.loss_ledger import LossLedger
+from zeroshard.runtime.settings import Items, plain
 from zeroshard.runtime.sharded_gradient import ShardedGradient
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit

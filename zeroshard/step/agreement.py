@@ -13,12 +13,12 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.orders import Voice
-from zeroshard.comm.settings import Settings, SettingsReport, plain
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.settings import Settings, SettingsReport, plain
 from zeroshard.runtime.visible import doubtful
 from zeroshard.step.ahead import Ahead, Verdict
 from zeroshard.step.assignment import Options

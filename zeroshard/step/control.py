@@ -22,9 +22,9 @@ from zeroshard.comm import alike
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven, on_device
 from zeroshard.comm.samples import first_difference
-from zeroshard.comm.settings import SettingsReport, difference
 from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
+from zeroshard.runtime.settings import SettingsReport, difference
 from zeroshard.step.gradient_norms import (
     largest,
     norm_terms,

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zeroshard.comm.settings import plain
 from zeroshard.errors import InvalidValue
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
+from zeroshard.runtime.settings import plain
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.settings import Items, Members, plain
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.io.values import without_numpy
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
+from zeroshard.runtime.settings import Items, Members, plain
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.stepper import FullState
 

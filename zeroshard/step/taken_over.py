@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from zeroshard.comm.settings import plain
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.runtime.settings import plain
 from zeroshard.step.assignment import OptimizerClass, Options
 
 _HOOKS = tuple(
