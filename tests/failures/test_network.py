@@ -190,3 +190,34 @@ def test_nothing_is_written_after_the_last_word() -> None:
 
     line.close(last, AT_ONCE)
     assert not line._thread.is_alive() and said[-1] == "last" and "beat" in said
+
+
+def test_an_error_in_a_beat_does_not_end_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once it was a TypeError: the rank heard of no failure any more."""
+    beats: list[int] = []
+
+    def beat(store: Any) -> None:
+        beats.append(len(beats))
+        if len(beats) == 1:
+            raise KeyError("a fault in a heartbeat")
+
+    line = StoreLine(HashStore(), beat, 0.0)
+    wait_until(lambda: len(beats) > 1)
+    line.close(lambda store: None, AT_ONCE)
+    assert not line.gone and "a fault in a heartbeat" in capsys.readouterr().err
+
+
+def test_a_process_that_becomes_known_while_another_one_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard finds who holds the store, while the line is in a loop over the processes of the host: that raised a
+    RuntimeError, and the store was taken to be gone."""
+    store, me = HashStore(), Who.this()
+    peers = Peers(0, 3, Notices(0, 3))
+    peers._know({1: me})
+
+    def looked_at(who: Who) -> str:
+        peers._know({2: me})
+        return "runs"
+
+    monkeypatch.setattr(Who, "state", property(looked_at))
+    assert peers.death(store) is None and peers.stopped() == {}
+    assert list(peers.neighbours) == [1, 2]

@@ -1,4 +1,5 @@
-"""Ranks that a signal has stopped are woken by the ranks of their host that leave: only then can they end, too."""
+"""Ranks that a signal has stopped are woken by the ranks of their host that leave: only then can they end, too. And a
+rank ends that waits for its device, although the store is gone."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tests.failures.test_silent_stores import let_rank_0_hold_the_store
 from tests.patience import wait_until
 from zeroshard.comm import watch
 from zeroshard.comm.peers import Peers
+from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.rank_watch import Watch
 
 
@@ -85,3 +87,23 @@ def test_who_holds_the_store_is_woken_by_a_rank_that_fails() -> None:
     """The store did not answer any more, and nobody had looked who holds it."""
     ended = Ranks(rank_that_fails, 2).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
+
+
+def waits_for_a_device(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 0 holds the store and is killed, while rank 1 waits for its device: no collective raises there."""
+    let_rank_0_hold_the_store(rank, 4.0)
+    zeroshard.init()
+    wait_until_noted()
+    if rank == 0:
+        mark()
+        os.kill(os.getpid(), signal.SIGKILL)
+    with HERE.waiting(Wait("exchange 1 of 0-1", HERE.begin("exchange 1 of 0-1"), (0, 1), "a step"), on_device=True):
+        wait_until(lambda: False)
+
+
+def test_a_wait_for_a_device_ends_although_the_store_is_gone() -> None:
+    """The guard had ended with the store, and the process waited on."""
+    ended = Ranks(waits_for_a_device, 2).finish(limit=60.0)
+    assert ended.statuses == [-signal.SIGKILL, 1], ended
+    assert "rank 1 of 2 failed while waiting for another rank" in ended.said, ended
+    assert "has closed its connections: the launcher or rank 0, whichever held it, has ended" in ended.said, ended

@@ -5,7 +5,7 @@
 
 It uses no collective, so that a background thread may run it while the main thread trains. With more than `_FOLLOWERS`
 ranks, the first rank of each `_FOLLOWERS` gathers their reports and passes them on as one: combined, if the meeting can
-combine parts. A waiting rank is woken by the last rank that it waits for: that rank rings its bell (`comm/bell.py`).
+combine parts. A waiting rank is woken by the last rank that it waits for: that rank rings its bell.
 Without a watch there are no bells, and the waiting rank polls.
 
 Every rank increments a counter (its heartbeat) while it works. If a counter does not change for `timeout` seconds, its

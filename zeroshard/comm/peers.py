@@ -59,18 +59,20 @@ class Peers:
         self._next = now + self._pause
 
     def _know(self, found: Mapping[int, Who]) -> None:
-        self._who |= found
-        self.neighbours |= {
-            rank: who for rank, who in found.items() if rank != self._rank and who.is_neighbour_of(self.me)
-        }
+        # New dictionaries, here and in `look`: another thread may be in a loop over the old ones.
+        self._who = {**self._who, **found}
+        near = {rank: who for rank, who in found.items() if rank != self._rank and who.is_neighbour_of(self.me)}
+        self.neighbours = {**self.neighbours, **near}
 
     def look(self, store: Store, ranks: Iterable[int] | None = None) -> None:
         """Read the heartbeats of `ranks` (None: all others). Only one rank at a time may read all of them."""
         ranks = [rank for rank in ranks or range(self._world_size) if rank != self._rank]
         self._know(self._notices.who(store, [rank for rank in ranks if rank not in self._who]))
         beats, now = self._notices.last_beats(store, (rank for rank in ranks if rank in self._who)), time.monotonic()
+        seen = dict(self._seen)
         for rank, beat in beats.items():
-            self._seen.setdefault(rank, Seen(beat, now, now)).note(now, beat)
+            seen.setdefault(rank, Seen(beat, now, now)).note(now, beat)
+        self._seen = seen
 
     def ask(self, store: Store) -> None:
         """Ask all other ranks for a heartbeat: who does not answer from now on is silent."""
@@ -133,7 +135,7 @@ class Peers:
         """The ranks on this host that are stopped by a signal, or were a moment ago: another rank, which gives up, may
         have woken them."""
         were = self._were_stopped if time.monotonic() - self._noted < _STOPPED_SECONDS else {}
-        return were | {rank: who for rank, who in list(self.neighbours.items()) if who.state == "stopped"}
+        return were | {rank: who for rank, who in self.neighbours.items() if who.state == "stopped"}
 
     def wake(self, store: object) -> None:
         """Continue ranks that are stopped by a signal, so that they can end, too. `store`: as of `why_silent`."""

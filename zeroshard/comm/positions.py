@@ -128,7 +128,7 @@ class Here:
         """Note that this process waits from now on (None: no change). Returns the argument for `end_wait`."""
         before = self._wait, self._since
         if wait is not None:
-            self._wait, self._since = wait, time.monotonic()
+            self._since, self._wait = time.monotonic(), wait  # in this order, as the watch reads them in the other one
         return before
 
     def end_wait(self, before: tuple[Wait | None, float]) -> None:

@@ -291,8 +291,8 @@ class Watch:
                 self.leave(error)
             if self.line.gone or self.bell.gone:  # the launcher, or rank 0, held the store and has ended
                 if has_one_launcher(self.world_size):
-                    self._end(Cause(None, "is gone"))
-                return None
+                    return self._end(Cause(None, "is gone"))
+                continue  # a wait for a device may still have to end
             silent = self.line.silent_for()
             if silent > GRACE_SECONDS and not is_noted:
                 self._peers.note_stopped(self.of_store)

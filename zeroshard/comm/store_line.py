@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -122,8 +122,12 @@ class StoreLine:
                 entry = self._jobs.get(timeout=max(0.0, next_beat - time.monotonic()))
             except queue.Empty:
                 next_beat = time.monotonic() + self._beat_seconds
-                with suppress(Silent):
+                try:
                     self._do(self._beat)
+                except Silent:
+                    pass
+                except Exception:  # a fault of ours: without this thread, this rank would hear of no failure any more
+                    traceback.print_exc()
                 continue
             job, future = entry
             try:
