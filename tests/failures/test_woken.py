@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 import zeroshard
@@ -16,6 +17,7 @@ from tests.failures.common import Ranks, wait_until_noted
 from tests.failures.test_silent_stores import let_rank_0_hold_the_store
 from tests.patience import wait_until
 from zeroshard.comm import watch
+from zeroshard.comm.orders import Orders
 from zeroshard.comm.peers import Peers
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.rank_watch import Watch
@@ -107,3 +109,40 @@ def test_a_wait_for_a_device_ends_although_the_store_is_gone() -> None:
     assert ended.statuses == [-signal.SIGKILL, 1], ended
     assert "rank 1 of 2 failed while waiting for another rank" in ended.said, ended
     assert "has closed its connections: the launcher or rank 0, whichever held it, has ended" in ended.said, ended
+
+
+def rank_in_a_join(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 0, which holds the store, has no inputs left, and stops when rank 1 is about to delete old orders."""
+    of_test = _get_default_store()
+    let_rank_0_hold_the_store(rank, 3.0)
+    zeroshard.init()
+    meet, meetings = Orders.meet, [0]
+
+    def met(self: Orders, *followers: Any) -> None:
+        meetings[0] += 1
+        if meetings[0] == 3 and rank == 0:
+            of_test.set("stops", str(os.getpid()))
+            mark()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if meetings[0] == 3:
+            pid = int(of_test.get("stops"))
+            wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        meet(self, *followers)
+
+    Orders.meet = met  # type: ignore[method-assign]
+    handle = zeroshard.shard(model := torch.nn.Linear(2, 2), "zero1")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    current = watch.current()
+    assert current is not None
+    wait_until(lambda: current._peers._complete)  # until then a beat waits for answers of the store
+    with handle.join():
+        for _ in range(1 + 3 * rank):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+
+def test_who_holds_the_store_is_stopped_in_a_join() -> None:
+    """The leader waited for ever until the store had deleted the last orders."""
+    ended = Ranks(rank_in_a_join, 2).finish(limit=60.0)
+    assert ended.statuses == [1, 1], ended
+    assert "has not answered for" in ended.said and "has stopped (no heartbeat)" in ended.said, ended

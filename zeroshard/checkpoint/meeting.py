@@ -35,7 +35,6 @@ from zeroshard.comm.bell import Pauses
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.heartbeat import BEAT_SECONDS
 from zeroshard.comm.rank_watch import GRACE_SECONDS, Watch
-from zeroshard.comm.store_line import Attended
 
 _PART = 1 << 20  # a store refuses long values
 _FOLLOWERS = 64
@@ -74,9 +73,7 @@ class Meeting:
             self.rank, self.size, store = world.rank, world.size, _get_default_store()
             self._watch, self._ranks = watch.current(), world.ranks
             self._timeout = timeout_of(world.group, collectives.device).total_seconds()
-        # Where rank 0 holds the store and is stopped, calls are never answered: the watch has to see that.
-        of_meeting = PrefixStore(f"zeroshard/{unique}", store)
-        self._store = Attended(of_meeting) if self._watch is None else self._watch.line.attend(of_meeting)
+        self._store = watch.attended(PrefixStore(f"zeroshard/{unique}", store))
         self._last_beat = 0.0
         slower = max(1.0, self.size / _RANKS_AT_FULL_PACE)
         self._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, self._timeout / 4))

@@ -35,7 +35,7 @@ class Orders:
     def __init__(self, store: Store, name: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> None:
         """`name`: the same on all ranks, and different for each join. `ranks`: global ranks, by rank of the mesh."""
         self.rank, self.followers, self.leader = rank, tuple[int, ...](), -1
-        self._store, self._name, self._ranks = PrefixStore(f"zeroshard/join/{name}", store), name, ranks
+        self._store, self._name, self._ranks = watch.attended(PrefixStore(f"zeroshard/join/{name}", store)), name, ranks
         self._timeout = timeout.total_seconds()
         self._next = 0  # index in the current list of orders
         self._lists = 0

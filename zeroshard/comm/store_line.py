@@ -92,8 +92,7 @@ class StoreLine:
         self._jobs.put((lambda store: None, Future()))
 
     def attend(self, store: Store) -> Attended:
-        """The store, for calls of other threads, so that `silent_for` includes them. A heartbeat waits for no answer:
-        while a rank is in such a call, its own line may notice nothing."""
+        """The store, for calls of other threads, so that `silent_for` includes them."""
         attended = Attended(store)
         self._attended.add(attended)
         return attended

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
@@ -38,6 +39,7 @@ from zeroshard.comm.blame import GIVING_UP, OUTSIDE
 from zeroshard.comm.lost import LostPeer, is_of_others
 from zeroshard.comm.positions import HERE, Wait, in_short
 from zeroshard.comm.rank_watch import FAILED, Watch, where_it_trains
+from zeroshard.comm.store_line import Attended
 
 _current: Watch | None = None
 
@@ -95,6 +97,13 @@ def explain(error: BaseException) -> LostPeer | None:
     if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
         return None
     return _current.lost_in_wait(error)
+
+
+def attended(store: Store) -> Attended:
+    """The store, for calls whose answers the program waits for. No error ends such a wait while whoever holds the store
+    is stopped, and a heartbeat waits for no answer: the watch, if there is one, has to know of the call."""
+    watch = current()
+    return Attended(store) if watch is None else watch.line.attend(store)
 
 
 def where_is(rank: int) -> str:
