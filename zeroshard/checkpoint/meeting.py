@@ -22,7 +22,6 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -41,19 +40,15 @@ _FOLLOWERS = 64
 _RANKS_AT_FULL_PACE = 256
 
 Report = list[Any]
-"""[rank, its part, its error ("" for none), whether it was silent and another rank reports for it]."""
+"""[rank, its part, its error in words ("" for none)]."""
+
+
+Counts = dict[int, tuple[int, float]]
+"""Rank -> its heartbeat counter, and the time at which it was last seen to change."""
 
 
 class Stopped(Exception):
     """Another rank has failed, so this one must stop."""
-
-
-@dataclass
-class _Count:
-    """Another rank's heartbeat counter, and the time at which it was last seen to change."""
-
-    value: int
-    changed: float
 
 
 class Meeting:
@@ -99,7 +94,7 @@ class Meeting:
         waits here for the reports of the others, so that rank 0 need not read them all."""
         if error:
             self.stop()
-        self._reports = [[self.rank, part, error, False]]
+        self._reports = [[self.rank, part, error and f"rank {self.rank}: {error}"]]
         if self.rank % _FOLLOWERS == 0:
             self._take_reports(self._followers(self.rank))
             self._pass_on_one()
@@ -123,10 +118,10 @@ class Meeting:
         self._take_reports(self._leaders())
         # By rank, not by arrival: the message names the lowest failed rank.
         self._reports.sort(key=lambda report: report[0])
-        for rank, _, error, is_silent in self._reports:
+        for _, _, error in self._reports:
             if error:
-                raise CheckpointError(error if is_silent else f"rank {rank}: {error}")
-        return [part for _, part, _, _ in self._reports]
+                raise CheckpointError(error)
+        return [part for _, part, _ in self._reports]
 
     def let_stop(self) -> None:
         """Stop all ranks, and wait until they have stopped, for at most the grace period. Called on rank 0 after an
@@ -156,7 +151,7 @@ class Meeting:
         Raises:
             CheckpointError: rank 0 has sent no heartbeat for the timeout.
         """
-        pauses, counts = self._pauses(), dict[int, _Count]()
+        pauses, counts = self._pauses(), Counts()
         while not self._store.check(["verdict"]):
             pauses.wait(self._pace)
             self._keep_counting()
@@ -191,14 +186,14 @@ class Meeting:
 
     def _pass_on_one(self) -> None:
         """Combine the parts of this rank and its followers, unless one of them has none (it failed, or was stopped)."""
-        if self._combine is not None and all(part is not None for _, part, _, _ in self._reports):
-            parts = [part for _, part, _, _ in sorted(self._reports, key=lambda report: report[0])]
-            self._reports = [[self.rank, self._combine(parts), "", False]]
+        if self._combine is not None and all(part is not None for _, part, _ in self._reports):
+            parts = [part for _, part, _ in sorted(self._reports, key=lambda report: report[0])]
+            self._reports = [[self.rank, self._combine(parts), ""]]
 
     def _take_reports(self, ranks: Sequence[int]) -> None:
         """Wait for the reports of these ranks, as long as they send heartbeats. After an error, for at most the grace
         period."""
-        missing, counts = list(ranks), dict[int, _Count]()
+        missing, counts = list(ranks), Counts()
         pauses, end = self._pauses(), float("inf")
         while missing and time.monotonic() <= end:
             is_complete = self._store.check([f"report-{rank}" for rank in missing])
@@ -207,10 +202,10 @@ class Meeting:
                     self._reports += self._get(f"report-{rank}")
                     missing.remove(rank)
                 elif self._is_silent(rank, counts):
-                    self._reports.append([rank, None, self._silence_of(rank), True])
+                    self._reports.append([rank, None, self._silence_of(rank)])
                     missing.remove(rank)
                     self.stop()
-            if any(error for _, _, error, _ in self._reports):
+            if any(error for _, _, error in self._reports):
                 end = min(end, time.monotonic() + GRACE_SECONDS)
             if missing:
                 pauses.wait(self._pace if end == float("inf") else 0.05)
@@ -233,20 +228,19 @@ class Meeting:
             self._ring([self._ranks[by]])
 
     def _ring(self, ranks: Sequence[int]) -> None:
-        if self._watch is not None and self._watch.bell.blocks:
+        if self._watch is not None:
             self._watch.ring(ranks)
 
     def _keep_counting(self) -> None:
         with suppress(Stopped):
             self.beat()
 
-    def _is_silent(self, rank: int, counts: dict[int, _Count]) -> bool:
+    def _is_silent(self, rank: int, counts: Counts) -> bool:
         """Whether the rank has sent no heartbeat for the timeout. `counts`: as seen at the last calls; updated."""
-        now, value = time.monotonic(), self._store.add(f"beat-{rank}", 0)
-        count = counts.setdefault(rank, _Count(value, now))
-        if value != count.value:
-            count.value, count.changed = value, now
-        return now - count.changed > self._timeout
+        now, count = time.monotonic(), self._store.add(f"beat-{rank}", 0)
+        if rank not in counts or counts[rank][0] != count:
+            counts[rank] = count, now
+        return now - counts[rank][1] > self._timeout
 
     def _silence_of(self, rank: int) -> str:
         return f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs"

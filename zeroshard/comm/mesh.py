@@ -197,24 +197,23 @@ Place = tuple[list[int], list[int]]
 def problem_of(places: Mapping[int, Place]) -> str:
     """What is wrong with a mesh in which the ranks have these places, in words; "" if nothing is. The members of a
     replicate group must hold the same shard, and the members of a shard group must belong to the same replica."""
-    for rank, (shard, replicate) in places.items():
-        for other in set(replicate) & set(places):
-            theirs = places[other][0]
-            if theirs.index(other) != shard.index(rank):
-                return (
-                    f"ranks {rank} and {other} are replicas of each other, but rank {rank} holds shard "
-                    f"{shard.index(rank)} of {shard} and rank {other} shard {theirs.index(other)} of {theirs}: order "
-                    "the shard groups alike (new_group without sort_ranks=False, or init_device_mesh)"
-                )
-        for other in set(shard) & set(places):
-            theirs = places[other][1]
-            if theirs.index(other) != replicate.index(rank):
-                return (
-                    f"ranks {rank} and {other} hold shards of one replica, but rank {rank} is number "
-                    f"{replicate.index(rank)} of {replicate} and rank {other} number {theirs.index(other)} of {theirs}"
-                    ": order the replicate groups alike (new_group without sort_ranks=False, or init_device_mesh)"
-                )
+    for rank, place in places.items():
+        for axis, (members, are, have) in enumerate(_MEMBERS):
+            for other in set(place[1 - axis]) & set(places):
+                mine, theirs = place[axis], places[other][axis]
+                if theirs.index(other) != mine.index(rank):
+                    return (
+                        f"ranks {rank} and {other} {are}, but rank {rank} {have} {mine.index(rank)} of {mine} and rank "
+                        f"{other} {have.split()[-1]} {theirs.index(other)} of {theirs}: order the {members} groups "
+                        "alike (new_group without sort_ranks=False, or init_device_mesh)"
+                    )
     return ""
+
+
+_MEMBERS = (
+    ("shard", "are replicas of each other", "holds shard"),
+    ("replicate", "hold shards of one replica", "is number"),
+)
 
 
 def _axes_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> tuple[Axis, Axis]:

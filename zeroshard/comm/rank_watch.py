@@ -113,8 +113,7 @@ class Watch:
         if self._has_failed:  # the guard may not have come to it
             self._peers.wake(self.of_store)
         self.bell.close()
-        if self.bell.blocks:
-            self.ring([self.rank])
+        self.ring([self.rank])
         self.bell.join(2 * BEAT_SECONDS)
         with suppress(Silent):
             # Last: after this, other ranks report a wait for this rank as a wait that never ends. A later heartbeat
@@ -212,8 +211,9 @@ class Watch:
                 self.expect_alive(missing)
 
     def ring(self, ranks: Sequence[int]) -> None:
-        """Wake these ranks, so that they check what they wait for."""
-        self._ask(partial(self._notices.ring, ranks=ranks), None)
+        """Wake these ranks, so that they check what they wait for. (Without bells they do so from time to time.)"""
+        if self.bell.blocks:
+            self._ask(partial(self._notices.ring, ranks=ranks), None)
 
     def expect_alive(self, ranks: Sequence[int]) -> None:
         """Call it repeatedly while waiting for these ranks without a collective.

@@ -3,14 +3,9 @@
     rank 1   raises ── prints its traceback ── tells the store ── exits
     rank 0   waits for rank 1 in a collective ... learns of it, or its connection closes ── prints one line ── exits
 
-Every few seconds each rank writes to the store that its process runs and where its main thread is; a rank that has
-waited for long also writes what it waits for, and the first such rank reads the heartbeats of all others. A rank whose
-collective has timed out asks all ranks where they are, and can therefore report why the other rank did not come: its
-process no longer exists, it is stopped, its host cannot be reached, or it is at another place in the program. Ranks
-that wait for each other are detected before any of them times out. News is signalled by a rank's bell (`bell.py`)
-instead of polling, so the load on the store stays small with many ranks. A rank that has learnt of a failure has
-`GRACE_SECONDS` to end by itself, and its waits inside gloo are interrupted; after that its watch ends the process. A
-rank that waits inside NCCL can end only this way.
+See "When a rank fails" in docs/design.md. A rank that has learnt of a failure has `GRACE_SECONDS` to end by itself, and
+its waits inside gloo are interrupted; after that its watch ends the process. A rank that waits inside NCCL can end only
+this way.
 
 This file starts and ends the watch of this process, and brings it the errors that leave the program; what the watch
 does in between is in `rank_watch.py`.
