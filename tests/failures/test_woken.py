@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -146,3 +149,26 @@ def test_who_holds_the_store_is_stopped_in_a_join() -> None:
     ended = Ranks(rank_in_a_join, 2).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
     assert "has not answered for" in ended.said and "has stopped (no heartbeat)" in ended.said, ended
+
+
+def test_a_rank_does_not_wait_forever_to_join_a_store_whose_holder_is_stopped() -> None:
+    """torch has no limit for the answers of a store that it has connected to."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    holds = (
+        "import os, signal, torch.distributed as dist; port = int(os.environ['MASTER_PORT'])\n"
+        "store = dist.TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    stopped = subprocess.Popen([sys.executable, "-c", holds], env={**os.environ, **place, "RANK": "0"})
+    os.waitpid(stopped.pid, os.WUNTRACED)
+    program = "import zeroshard\ntry:\n    zeroshard.init(timeout=2)\nexcept TimeoutError as error:\n    print(error)"
+    environment = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert "rank 1 of 2 did not meet the others at 127.0.0.1:" in done.stdout, done
+    assert f"rank 0 (process {stopped.pid} on {socket.gethostname()}) had been stopped by a signal." in done.stdout, (
+        done
+    )
+    assert stopped.wait() == 0

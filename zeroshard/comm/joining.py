@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +19,7 @@ from zeroshard.comm.backends import DEFAULT_TIMEOUT, accelerator, device_for, sh
 from zeroshard.comm.found import has_one_launcher, is_refused, stopped_of_this_job, wake
 from zeroshard.comm.groups import default_group
 from zeroshard.comm.lost import LostPeer
+from zeroshard.comm.processes import Who
 from zeroshard.errors import InvalidValue, TookTooLong
 from zeroshard.io.logger import LOGGER, tell
 
@@ -79,27 +83,50 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         # It has served the store since before it started this process; torch would try to connect for two timeouts.
         wake(stopped_of_this_job())
         raise LostPeer("the launcher has ended before all ranks had started", None, [])
+    stopped, why = dict[int, Who](), "the store of the process group did not answer"
     try:
-        if (store := _store_of_this_attempt(world_size)) is not None:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-        else:
-            dist.init_process_group(backend, **options)
+        with _waking(stopped, timeout.total_seconds()):
+            if (store := _store_of_this_attempt(world_size)) is not None:
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+            else:
+                dist.init_process_group(backend, **options)
+        if not stopped:
+            return
     except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
-        wake(stopped := stopped_of_this_job())
+        wake(found := stopped_of_this_job())
         if problem := shared_device(error):
             raise InvalidValue(problem) from None
         why = (str(error).splitlines() or [""])[0].rstrip(".")
-        if not re.search(r"tim(ed|e) ?out", why, re.IGNORECASE):
+        is_late = bool(stopped) or re.search(r"tim(ed|e) ?out", why, re.IGNORECASE)
+        stopped |= found
+        if not is_late:
             if isinstance(error, dist.DistNetworkError):
                 error.add_note("rank 0 or the launcher, whichever holds the store of the process group, has ended")
             raise
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        had = " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
-        raise TookTooLong(
-            f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
-            f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
-            "All ranks have to start within that time, init(timeout=...)"
-        ) from None
+    place, had = ":".join(map(str, _store_place())), " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
+    raise TookTooLong(
+        f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
+        f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
+        "All ranks have to start within that time, init(timeout=...)"
+    )
+
+
+@contextmanager
+def _waking(stopped: dict[int, Who], seconds: float) -> Iterator[None]:
+    """If the block takes longer, the other ranks of this host that a signal has stopped are woken, and added to
+    `stopped`: where one of them holds the store, torch waits for its answers without limit."""
+    is_over = threading.Event()
+
+    def wake_late() -> None:
+        while not is_over.wait(seconds):
+            stopped.update(found := stopped_of_this_job())
+            wake(found)
+
+    threading.Thread(target=wake_late, name="zeroshard joins", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def _store_place() -> tuple[str, int]:
