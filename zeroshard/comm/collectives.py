@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zeroshard.comm import watch
 from zeroshard.comm.alike import are_alike, as_terms
-from zeroshard.comm.chain import Beside, Chain, SideStream
+from zeroshard.comm.chain import Beside, Chain, Replicas, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
 from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.messages import ON_REQUEST, Messages, label
@@ -47,7 +47,6 @@ from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.ranges import profiled, span
-from zeroshard.comm.replicas import Replicas
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport, TransportName
