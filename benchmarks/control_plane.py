@@ -168,7 +168,7 @@ def start(ranks: int) -> tuple[Cost, Cost]:
         peers = Peers(rank, ranks, notices[rank])
         peers.me = who(rank)
         peers.find_neighbours(store)
-    one = len(json.dumps(who(0).as_list())) + 20
+    one = len(json.dumps(who(0))) + 20
     return Cost(2 * ranks + 2 * ranks * (ranks - 1), 2 * ranks * ranks * one), Cost.of(store)
 
 

@@ -91,7 +91,7 @@ class Notices:
         # rank that finds `come` complete looks for new seats only once more.
         first = Beat(0, "at the start", None)
         self.beat(store, first, {self._rank: first.encode()})
-        store.set(f"who-{self._rank}", json.dumps(who.as_list()))
+        store.set(f"who-{self._rank}", json.dumps(who))
         host = _name(who)
         store.set(f"seat-{host}-{store.add(f'seats-{host}', 1)}", str(self._rank))
         store.add("come", 1)

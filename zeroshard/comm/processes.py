@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Who:
+class Who(NamedTuple):
     """A rank's process.
 
     Attributes:
@@ -40,9 +38,6 @@ class Who:
     def of(cls, found: Sequence[Any]) -> Who:
         host, pid, started, name, board = found
         return cls(host, pid, started, name, tuple(board))
-
-    def as_list(self) -> list[Any]:
-        return list(astuple(self))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.name}"

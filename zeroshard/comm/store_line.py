@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -62,9 +63,8 @@ class StoreLine:
         """`beat` is called on the thread every `beat_seconds`, until `close`."""
         self.gone = False
         self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
-        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._last: Callable[[Store], Any] | None = None
-        self._hurries = False
         self._asked: float | None = None  # start of the call that is open
         self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
         # A daemon: a call that the store never answers must not keep the process from exiting.
@@ -88,8 +88,7 @@ class StoreLine:
 
     def hurry(self) -> None:
         """Make the next beat due now. Any thread may call it."""
-        self._hurries = True
-        self._jobs.put((lambda store: None, Future()))
+        self._jobs.put(None)
 
     def attend(self, store: Store) -> Attended:
         """The store, for calls of other threads, so that `silent_for` includes them."""
@@ -115,16 +114,14 @@ class StoreLine:
     def _run(self) -> None:
         next_beat = time.monotonic() + self._beat_seconds
         while not self.gone:
-            if self._hurries:
-                self._hurries, next_beat = False, time.monotonic()
-            try:
+            entry = None
+            with suppress(queue.Empty):
                 entry = self._jobs.get(timeout=max(0.0, next_beat - time.monotonic()))
-            except queue.Empty:
+            if entry is None:
                 next_beat = time.monotonic() + self._beat_seconds
                 try:
-                    self._do(self._beat)
-                except Silent:
-                    pass
+                    with suppress(Silent):
+                        self._do(self._beat)
                 except Exception:  # a fault of ours: without this thread, this rank would hear of no failure any more
                     traceback.print_exc()
                 continue
