@@ -153,15 +153,17 @@ def test_who_holds_the_store_is_stopped_in_a_join() -> None:
 
 def test_a_rank_does_not_wait_forever_to_join_a_store_whose_holder_is_stopped() -> None:
     """torch has no limit for the answers of a store that it has connected to."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    listens = socket.create_server(("127.0.0.1", 0))
+    port, fd = listens.getsockname()[1], listens.fileno()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     holds = (
-        "import os, signal, torch.distributed as dist; port = int(os.environ['MASTER_PORT'])\n"
-        "store = dist.TCPStore('127.0.0.1', port, is_master=True, wait_for_workers=False)\n"
+        "import os, signal, torch.distributed as dist\n"
+        f"store = dist.TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False, master_listen_fd={fd})\n"
         "os.kill(os.getpid(), signal.SIGSTOP)"
     )
-    stopped = subprocess.Popen([sys.executable, "-c", holds], env={**os.environ, **place, "RANK": "0"})
+    command = [sys.executable, "-c", holds]
+    stopped = subprocess.Popen(command, env={**os.environ, **place, "RANK": "0"}, pass_fds=[fd])
+    listens.close()
     os.waitpid(stopped.pid, os.WUNTRACED)
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=2)\nexcept TimeoutError as error:\n    print(error)"
     environment = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1"}
