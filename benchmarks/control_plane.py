@@ -32,14 +32,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from zeroshard.checkpoint import meeting
-from zeroshard.comm import heartbeat
 from zeroshard.comm.alike import as_terms
-from zeroshard.comm.heartbeat import BEAT_SECONDS, Heartbeats
-from zeroshard.comm.notices import Beat, Cause, Notices
 from zeroshard.comm.packets import ROOM_BYTES, packet_sizes
-from zeroshard.comm.peers import Peers
-from zeroshard.comm.positions import Position, Wait, in_short, knot
-from zeroshard.comm.processes import Who
+from zeroshard.failures import heartbeat
+from zeroshard.failures.heartbeat import BEAT_SECONDS, Heartbeats
+from zeroshard.failures.notices import Beat, Cause, Notices
+from zeroshard.failures.peers import Peers
+from zeroshard.failures.positions import Position, Wait, in_short, knot
+from zeroshard.failures.processes import Who
 from zeroshard.layout import exact
 from zeroshard.step import control
 

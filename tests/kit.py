@@ -18,9 +18,9 @@ from tests import apart
 from tests.grids import EVERYTHING
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.packets import PACKET
 from zeroshard.placement import Plan
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.reference import Reference
 from zeroshard.step import control
 from zeroshard.testing import run_ranks

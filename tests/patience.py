@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from tests.queueing import IS_COUNTED
-from zeroshard.comm.trial import connected
+from zeroshard.ranks.trial import connected
 
 AT_ONCE = 5.0 if os.environ.get("ZEROSHARD_FAULTS") == "full" else 60.0
 """Seconds. `make test-faults`, whose figures the documents record, needs an idle machine and has the stricter limit."""

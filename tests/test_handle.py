@@ -35,8 +35,8 @@ from tests.patience import give_up_after
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.model.absent import as_tensors, is_absent
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.testing import run_ranks
 
 

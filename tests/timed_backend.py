@@ -470,5 +470,5 @@ def timed_ranks(timing: str) -> Iterator[None]:
         patch.setenv("ZEROSHARD_TEST_BACKEND", timing)
         patch.setattr("zeroshard.testing.BACKEND", NAME)
         if DEVICE.type != "cpu":
-            patch.setattr("zeroshard.comm.backends._hardware", lambda device: "")  # ranks may share a GPU
+            patch.setattr("zeroshard.ranks.backends._hardware", lambda device: "")  # ranks may share a GPU
         yield

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from zeroshard import checkpoint, errors, planner, planning, testing
 from zeroshard.checkpoint import CheckpointError, load, prune, save, verify
 from zeroshard.comm.joining import init
-from zeroshard.comm.lost import LostPeer
-from zeroshard.comm.watch import abort, abort_on_error, wait_for_all
 from zeroshard.errors import Error
+from zeroshard.failures.lost import LostPeer
+from zeroshard.failures.watch import abort, abort_on_error, wait_for_all
 from zeroshard.handle import Handle
 from zeroshard.loss_scale import ConstantScale, DynamicScale, LossScaler
 from zeroshard.optimizer import ShardedOptimizer, StepResult

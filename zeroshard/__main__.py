@@ -25,8 +25,8 @@ def main() -> None:
             code = 2
         else:
             raise
-    if "zeroshard.comm.watch" in sys.modules:
-        sys.modules["zeroshard.comm.watch"].stop()
+    if "zeroshard.failures.watch" in sys.modules:
+        sys.modules["zeroshard.failures.watch"].stop()
     with contextlib.suppress(OSError):  # whoever wrote this has noticed
         sys.stdout.flush()
     # Not sys.exit: a communication thread that releases a Python object while the interpreter shuts down aborts the

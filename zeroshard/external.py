@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, claim_parameters, handle_of
 from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.ready import device_of, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reduce import Reducer

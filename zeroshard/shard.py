@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.common import Common
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
@@ -33,6 +31,8 @@ from zeroshard.model.right_call import expect_module, expect_unwrapped
 from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, boundaries, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
+from zeroshard.ranks.common import Common
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.ready import (
     device_of,
     expect_apart,

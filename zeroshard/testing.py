@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from zeroshard.comm import watch
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.errors import Error, InvalidType, InvalidValue, TookTooLong
+from zeroshard.failures import watch
 
 BACKEND = "gloo"
 """The backend of the groups that `run_ranks` makes."""

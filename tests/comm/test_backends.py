@@ -19,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.kit import LAST_BITS, PLANS, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train
-from zeroshard.comm import backends
-from zeroshard.comm.mesh import Mesh, problem_of
 from zeroshard.planner import plan_memory
+from zeroshard.ranks import backends
+from zeroshard.ranks.mesh import Mesh, problem_of
 from zeroshard.testing import expect_same_logs, run_ranks
 
 CUDA = torch.device("cuda", 0)

@@ -31,13 +31,13 @@ from tests.kit import (
 from tests.together import on_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.transport import Reduction
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.portions import Portions
 from zeroshard.precision import MixedPrecision
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

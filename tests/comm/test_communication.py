@@ -17,9 +17,9 @@ from tests.grids import EVERYTHING, at, grid
 from tests.kit import DEVICE, PLANS, SCHEDULES, WIDTH, Block, Job, Net, loss_of_tokens, make
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommEvent, CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.messages import Messages
 from zeroshard.precision import MixedPrecision
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.testing import expect_same_logs, run_ranks
 

@@ -20,10 +20,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, travelling
 from tests.timed_backend import TimedGroup, timed_ranks
-from zeroshard.comm import backends, groups, joining
+from zeroshard.comm import joining
 from zeroshard.comm.joining import launched
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.ranks import backends, groups
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.testing import expect_same_logs, run_ranks
 
 

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from tests.patience import wait_until
 from zeroshard.checkpoint import meeting
 from zeroshard.checkpoint.manifest import CheckpointError
-from zeroshard.comm import bell, positions
-from zeroshard.comm.bell import Bell, connection_of_its_own
-from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Pace
-from zeroshard.comm.positions import Position, Wait, in_short, knot
 from zeroshard.errors import TookTooLong
+from zeroshard.failures import bell, positions
+from zeroshard.failures.bell import Bell, connection_of_its_own
+from zeroshard.failures.heartbeat import BEAT_SECONDS, Due, Pace
+from zeroshard.failures.positions import Position, Wait, in_short, knot
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "control_plane.py"
 

@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.failures.common import Ranks
 from tests.patience import wait_until
-from zeroshard.comm import boards, heartbeat, watch
-from zeroshard.comm.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
-from zeroshard.comm.notices import Beat, Notices
-from zeroshard.comm.positions import Position, Wait
-from zeroshard.comm.processes import Who
-from zeroshard.comm.whereabouts import where
+from zeroshard.failures import boards, heartbeat, watch
+from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
+from zeroshard.failures.notices import Beat, Notices
+from zeroshard.failures.positions import Position, Wait
+from zeroshard.failures.processes import Who
+from zeroshard.failures.whereabouts import where
 
 TIMEOUT = 80.0  # then a regular heartbeat is due every ten seconds, which are
 EVERY = 20  # rounds

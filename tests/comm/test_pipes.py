@@ -35,9 +35,9 @@ from tests.kit import (
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import MOST_BYTES, Pipes, Receive, Reentered, _Peer
-from zeroshard.comm.trial import connected
 from zeroshard.placement import Plan
+from zeroshard.ranks.pipes import MOST_BYTES, Pipes, Receive, Reentered, _Peer
+from zeroshard.ranks.trial import connected
 from zeroshard.testing import expect_same_logs, run_ranks
 
 A, B = 7, 2**64 - 1

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import NUM_RANKS, Block, Net, State, loss_of_tokens, make, same_bits
-from zeroshard.comm import common as common_module
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.common import Common
-from zeroshard.comm.shared_memory import Location, SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.errors import InvalidState
 from zeroshard.planner import plan_memory
+from zeroshard.ranks import common as common_module
+from zeroshard.ranks.common import Common
+from zeroshard.ranks.shared_memory import Location, SharedMemory
 from zeroshard.storage.unit import Unit
 from zeroshard.testing import run_ranks
 

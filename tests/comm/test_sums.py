@@ -16,11 +16,11 @@ from torch import Tensor
 import zeroshard
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.packets import PACKET, ROOM, packet_sizes
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.samples import Samples
+from zeroshard.ranks.mesh import Axis, Mesh
 from zeroshard.runtime.settings import SettingsReport
 from zeroshard.step import control
 from zeroshard.step.ahead import Verdict

@@ -22,7 +22,7 @@ import psutil
 from tests.checkpoint.faults import StoreServer, fork, join
 from tests.patience import wait_until
 from tests.queueing import Queueing, queued_by_this_thread
-from zeroshard.comm import watch
+from zeroshard.failures import watch
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
 _WITHOUT_NAME_SERVER = re.compile(r"^.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)

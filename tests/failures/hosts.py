@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from tests.hosts.namespaces import HUB_ADDRESS, SHARED, Hosts
-from zeroshard.comm import watch
+from zeroshard.failures import watch
 
 _PORT = 29400  # each cluster has a network of its own
 _HUB = 1000

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.comm.common import Common
 from zeroshard.comm.messages import Announcement
 from zeroshard.comm.samples import Samples, first_difference
-from zeroshard.comm.shared_memory import Location, Process, SharedMemory
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.placement import Plan
+from zeroshard.ranks.common import Common
+from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
 from zeroshard.testing import run_ranks
 
 

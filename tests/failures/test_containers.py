@@ -14,9 +14,9 @@ import torch
 import zeroshard
 from tests.failures.hosts import on_hosts
 from tests.kit import PLANS, Job, Outcome, same_bits, train
-from zeroshard.comm import shared_memory
-from zeroshard.comm.shared_memory import Process, SharedMemory
-from zeroshard.comm.trial import Probe
+from zeroshard.ranks import shared_memory
+from zeroshard.ranks.shared_memory import Process, SharedMemory
+from zeroshard.ranks.trial import Probe
 from zeroshard.testing import run_ranks
 
 

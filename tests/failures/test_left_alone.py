@@ -23,9 +23,9 @@ from tests.checkpoint.common import Run
 from tests.failures.common import Ended, Ranks, finish_all, has_ended
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import files
-from zeroshard.comm.blame import describe_knot
-from zeroshard.comm.positions import HERE, Here, Position, Wait, knot
-from zeroshard.comm.whereabouts import SAVES, only_saves
+from zeroshard.failures.blame import describe_knot
+from zeroshard.failures.positions import HERE, Here, Position, Wait, knot
+from zeroshard.failures.whereabouts import SAVES, only_saves
 
 
 def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:

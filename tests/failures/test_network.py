@@ -19,11 +19,11 @@ from tests.failures.common import wait_until_noted
 from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
-from zeroshard.comm.blame import Seen, blame
-from zeroshard.comm.notices import Beat, Notices
-from zeroshard.comm.peers import Peers
-from zeroshard.comm.processes import Who, _stat
-from zeroshard.comm.store_line import Silent, StoreLine
+from zeroshard.failures.blame import Seen, blame
+from zeroshard.failures.notices import Beat, Notices
+from zeroshard.failures.peers import Peers
+from zeroshard.failures.processes import Who, _stat
+from zeroshard.failures.store_line import Silent, StoreLine
 
 TIMEOUT = 5.0
 
@@ -103,7 +103,7 @@ def test_a_rank_is_silent_only_if_it_has_been_asked(monkeypatch: pytest.MonkeyPa
     """Regular heartbeats come every ten seconds. A rank that looked more often, as it had waited for long, reported
     after the timeout of a collective that a rank at another place of the program had stopped."""
     now, store = [100.0], HashStore()
-    monkeypatch.setattr("zeroshard.comm.peers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("zeroshard.failures.peers.time.monotonic", lambda: now[0])
     mine, theirs = Notices(0, 2), Notices(1, 2)
     theirs.come(store, who(ELSEWHERE, "b"))
     peers = Peers(0, 2, mine)

@@ -25,7 +25,7 @@ from tests.checkpoint.common import Run, seed_all
 from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all, wait_until_noted
 from tests.forked import Forked, LastOfTwoAnInterpreter
 from tests.patience import AT_ONCE, wait_until
-from zeroshard.comm import watch
+from zeroshard.failures import watch
 
 Place = Literal["data", "forward", "backward", "step", "save", "load"]
 Way = Literal["raises", "lingers", "dies"]

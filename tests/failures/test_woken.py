@@ -19,11 +19,11 @@ import zeroshard
 from tests.failures.common import Ranks, wait_until_noted
 from tests.failures.test_silent_stores import let_rank_0_hold_the_store
 from tests.patience import wait_until
-from zeroshard.comm import watch
 from zeroshard.comm.orders import Orders
-from zeroshard.comm.peers import Peers
-from zeroshard.comm.positions import HERE, Wait
-from zeroshard.comm.rank_watch import Watch
+from zeroshard.failures import watch
+from zeroshard.failures.peers import Peers
+from zeroshard.failures.positions import HERE, Wait
+from zeroshard.failures.rank_watch import Watch
 
 
 def stop_here(key: str) -> None:

@@ -22,11 +22,11 @@ import zeroshard
 from tests.on_device import ranks_on_cuda
 from tests.timed_backend import NAME, register, timed_ranks
 from zeroshard.comm import native_transport
-from zeroshard.comm.groups import new_group
-from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum
+from zeroshard.ranks.groups import new_group
+from zeroshard.ranks.mesh import Axis, Mesh
 from zeroshard.testing import run_ranks
 
 # One rank -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ ROOMS = [
     "layout",
     "io",
     "optim",
+    "ranks",
+    "failures",
     "comm",
     "model",
     "storage",

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.transport import Reduction
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import PARTIAL, REPLICATED
 from zeroshard.precision import NAMED
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.testing import expect_same_logs, run_ranks

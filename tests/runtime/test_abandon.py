@@ -22,8 +22,8 @@ import zeroshard
 from tests.failures.common import Ranks
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, give_up_after
-from zeroshard.comm import rank_watch
 from zeroshard.comm.messages import Announcement
+from zeroshard.failures import rank_watch
 from zeroshard.model import units
 from zeroshard.runtime.life import Life
 from zeroshard.testing import run_ranks

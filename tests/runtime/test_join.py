@@ -20,7 +20,7 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits
 from tests.together import in_turn
 from zeroshard.comm.orders import Orders
-from zeroshard.comm.trial import Probe
+from zeroshard.ranks.trial import Probe
 from zeroshard.testing import expect_same_logs, run_ranks
 
 STEPS = (2, 4, 1)

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
-from zeroshard.comm.trial import Probe
 from zeroshard.model.absent import is_absent
+from zeroshard.ranks.trial import Probe
 from zeroshard.testing import run_ranks
 
 PLANS = ("ddp", "zero1", "zero2")

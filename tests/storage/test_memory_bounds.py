@@ -28,12 +28,12 @@ import zeroshard
 from tests.grids import EVERYTHING
 from zeroshard.comm import native_transport
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.mesh import Mesh
 from zeroshard.layout import cuts, pool_plan
 from zeroshard.model.absent import as_tensors
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration
 from zeroshard.planning.whole_model import sharding
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.storage import pool
 from zeroshard.testing import run_ranks
 

@@ -26,9 +26,9 @@ from tests.patience import AT_ONCE
 from zeroshard.checkpoint import Reader, files, steps
 from zeroshard.cli.main import run as run_command
 from zeroshard.cli.runs import saved_run
-from zeroshard.comm import rank_watch
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
+from zeroshard.failures import rank_watch
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
 from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, with_values

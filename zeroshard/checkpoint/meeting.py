@@ -28,12 +28,12 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.checkpoint.manifest import CheckpointError
-from zeroshard.comm import watch
-from zeroshard.comm.backends import timeout_of
-from zeroshard.comm.bell import Pauses
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.heartbeat import BEAT_SECONDS
-from zeroshard.comm.rank_watch import GRACE_SECONDS, Watch
+from zeroshard.failures import watch
+from zeroshard.failures.bell import Pauses
+from zeroshard.failures.heartbeat import BEAT_SECONDS
+from zeroshard.failures.rank_watch import GRACE_SECONDS, Watch
+from zeroshard.ranks.backends import timeout_of
 
 _PART = 1 << 20  # a store refuses long values
 _FOLLOWERS = 64

@@ -46,8 +46,8 @@ from zeroshard.checkpoint.saved_state import names_of
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import tell_together, together
-from zeroshard.comm.whereabouts import SAVES
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.failures.whereabouts import SAVES
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.right_call import expect_handle

@@ -1,1 +1,1 @@
-"""Communication between ranks: process groups, collectives, their transports, and the watch that finds failed ranks."""
+"""Collectives between ranks, the transports that move their bytes, and checks that the ranks agree."""

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from zeroshard.comm.comm_log import CommLog, Flight
-from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Owner, Pending
-from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport
+from zeroshard.failures.positions import HERE, Wait
 from zeroshard.layout.portions import Portions
 from zeroshard.layout.sums import in_shards
+from zeroshard.ranks.mesh import Axis
 
 
 class Beside(Protocol):

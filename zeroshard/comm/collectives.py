@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm import watch
 from zeroshard.comm.alike import are_alike, as_terms
 from zeroshard.comm.chain import Beside, Chain, Replicas, SideStream
 from zeroshard.comm.comm_log import CommEvent, CommLog, Flight
-from zeroshard.comm.mesh import Axis, Mesh
 from zeroshard.comm.messages import ON_REQUEST, Messages, label
 from zeroshard.comm.native_transport import NativeTransport
 from zeroshard.comm.orders import Voice
@@ -45,15 +43,17 @@ from zeroshard.comm.packets import (
 )
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.positions import HERE, Wait
 from zeroshard.comm.ranges import profiled, span
 from zeroshard.comm.samples import Samples
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.transport import Gather, Reduction, Sum, Transport, TransportName
 from zeroshard.comm.user_streams import UserStreams
 from zeroshard.errors import InvalidValue
+from zeroshard.failures import watch
+from zeroshard.failures.positions import HERE, Wait
 from zeroshard.layout.portions import Portions, everything
 from zeroshard.layout.sums import in_shards
+from zeroshard.ranks.mesh import Axis, Mesh
 
 SOME_EXCHANGE = "an exchange among all ranks"
 _TOGETHER_BYTES = 1 << 16

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from zeroshard.comm import watch
-from zeroshard.comm.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
-from zeroshard.comm.found import has_one_launcher, is_refused, stopped_of_this_job, wake
-from zeroshard.comm.groups import default_group
-from zeroshard.comm.lost import LostPeer
-from zeroshard.comm.processes import Who
 from zeroshard.errors import InvalidValue, TookTooLong
+from zeroshard.failures import watch
+from zeroshard.failures.found import has_one_launcher, is_refused, stopped_of_this_job, wake
+from zeroshard.failures.lost import LostPeer
+from zeroshard.failures.processes import Who
 from zeroshard.io.logger import LOGGER, tell
+from zeroshard.ranks.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
+from zeroshard.ranks.groups import default_group
 
 
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.comm import watch
-from zeroshard.comm.mesh import Axis
-from zeroshard.comm.pipes import MOST_BYTES, PeerGone, Pipes, is_by_pipe
-from zeroshard.comm.positions import HERE, Wait
-from zeroshard.comm.shared_memory import NOWHERE, Location
 from zeroshard.errors import Error
+from zeroshard.failures import watch
+from zeroshard.failures.positions import HERE, Wait
+from zeroshard.ranks.mesh import Axis
+from zeroshard.ranks.pipes import MOST_BYTES, PeerGone, Pipes, is_by_pipe
+from zeroshard.ranks.shared_memory import NOWHERE, Location
 
 _TAGS = {
     "all_gather": 1,

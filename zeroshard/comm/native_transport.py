@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.backends import moves_nothing
-from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum, Transport
 from zeroshard.layout.sums import carve, in_shards, parts, split_like
 from zeroshard.precision import FLOATS
+from zeroshard.ranks.backends import moves_nothing
+from zeroshard.ranks.mesh import Axis
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from zeroshard.comm import watch
-from zeroshard.comm.bell import Pauses
-from zeroshard.comm.positions import HERE, Wait
 from zeroshard.errors import InvalidState
+from zeroshard.failures import watch
+from zeroshard.failures.bell import Pauses
+from zeroshard.failures.positions import HERE, Wait
 
 
 class Orders:

@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from zeroshard.comm.mesh import Axis
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum, Transport, TransportName
 from zeroshard.layout.sums import carve, parts, split_like
+from zeroshard.ranks.mesh import Axis
 
 
 class PairwiseTransport(Transport):

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.messages import Announcement, Messages
-from zeroshard.comm.pipes import is_by_pipe
-from zeroshard.comm.positions import Wait
+from zeroshard.failures.positions import Wait
+from zeroshard.ranks.pipes import is_by_pipe
 
 
 class Owner(Protocol):

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.common import Common
-from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Announcement, Doubts, Messages
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.pipes import PeerGone
-from zeroshard.comm.shared_memory import Location, Process, SharedMemory
 from zeroshard.comm.transport import Gather, Sum, is_same_place
-from zeroshard.comm.trial import Probe, connect, connected, make_pipes, start
 from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
+from zeroshard.ranks.common import Common
+from zeroshard.ranks.mesh import Axis
+from zeroshard.ranks.pipes import PeerGone
+from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
+from zeroshard.ranks.trial import Probe, connect, connected, make_pipes, start
 
 
 class SharedTransport(PairwiseTransport):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.common import Common
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.together import tell_together, together
+from zeroshard.ranks.common import Common
 
 
 def lay_side_by_side(

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.mesh import Axis
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.pending import Pending
-from zeroshard.comm.shared_memory import SharedMemory
 from zeroshard.layout.portions import Portions
 from zeroshard.layout.sums import divide, in_shards, parts, sum_in_rank_order
+from zeroshard.ranks.mesh import Axis
+from zeroshard.ranks.shared_memory import SharedMemory
 
 TransportName = Literal["shared", "pairwise", "native"]
 

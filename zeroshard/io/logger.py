@@ -1,6 +1,6 @@
 """Log messages, by Python's logging under the name `zeroshard`.
 
-(Lines about ranks that have failed go to stderr: `comm/watch.py`.)
+(Lines about ranks that have failed go to stderr: `failures/watch.py`.)
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.positions import HERE
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState
+from zeroshard.failures.positions import HERE
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast
 from zeroshard.model.inference import outside_inference

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from zeroshard.comm.mesh import Mesh
 from zeroshard.comm.ranges import Device, Kind, Recording
 from zeroshard.errors import InvalidState
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.runtime.summary import aligned
 from zeroshard.runtime.timeline_event import TimelineEvent, covered, trace_events
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.shared_memory import Segment
 from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.model.units import UnitSpec
+from zeroshard.ranks.shared_memory import Segment
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.host_memory import keep_freed_memory, prefer_huge_pages
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.common import Common
 from zeroshard.comm.messages import labels
 from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan
+from zeroshard.ranks.common import Common
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.external_gradients import AnyGradients, ExternalGradients, NoGradients
 from zeroshard.storage.gradients import Gradients, Mean

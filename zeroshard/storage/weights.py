@@ -30,10 +30,10 @@ from torch.autograd import graph
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.common import Common
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
+from zeroshard.ranks.common import Common
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.versions import Versions

@@ -26,8 +26,8 @@ from rich.console import Console
 
 import zeroshard
 from zeroshard import starting
-from zeroshard.comm import watch
 from zeroshard.comm.packets import to_device
+from zeroshard.failures import watch
 from zeroshard.train.config import Config
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.metrics import Observers, StepRecord, ValidationRecord

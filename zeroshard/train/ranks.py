@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
-from zeroshard.comm import watch
-from zeroshard.comm.backends import local_rank, take_device
 from zeroshard.errors import TookTooLong
+from zeroshard.failures import watch
 from zeroshard.io.refused import in_words
+from zeroshard.ranks.backends import local_rank, take_device
 from zeroshard.train.config import ParallelConfig, UserError
 
 T = TypeVar("T")

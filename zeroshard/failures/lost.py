@@ -8,14 +8,16 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from zeroshard.comm.notices import Cause
-from zeroshard.comm.whereabouts import came_from_program
 from zeroshard.errors import Error
+from zeroshard.failures.notices import Cause
+from zeroshard.failures.whereabouts import came_from_program
 
 _OF_OTHERS = re.compile(
     r"clos|reset|broken pipe|tim(ed?|ing)[ -]?out|abort|refused|remote|no heartbeat|gone", re.IGNORECASE
 )
 """Matches messages of errors that another rank's end may have caused."""
+
+_OF_RANKS = ("zeroshard.ranks.", "zeroshard.failures.", "zeroshard.comm.")
 
 
 class LostPeer(Error, RuntimeError):
@@ -48,7 +50,7 @@ def own_error(error: BaseException | None) -> BaseException | None:
 
 
 def _is_of_ranks(error: BaseException) -> bool:
-    return type(error).__module__.startswith(__package__)  # LostPeer, OutOfOrder, ...: it names the others itself
+    return type(error).__module__.startswith(_OF_RANKS)  # LostPeer, OutOfOrder, ...: it names the others itself
 
 
 def handled_error(thread: int | None) -> BaseException | None:

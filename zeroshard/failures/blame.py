@@ -9,9 +9,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.comm.notices import Beat
-from zeroshard.comm.positions import Position, counted
-from zeroshard.comm.processes import Who
+from zeroshard.failures.notices import Beat
+from zeroshard.failures.positions import Position, counted
+from zeroshard.failures.processes import Who
 
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from zeroshard.comm.processes import Who, is_stopped
+from zeroshard.failures.processes import Who, is_stopped
 
 _LISTENS = "0A"
 _CONNECTING = 5.0

@@ -16,7 +16,7 @@ class Who(NamedTuple):
         pid: process number in that namespace.
         started: start time in clock ticks since boot: tells a later process with the same pid apart.
         name: host name, for people.
-        board: where its neighbours find its heartbeats (`comm/boards.py`); empty if it has no board.
+        board: where its neighbours find its heartbeats (`failures/boards.py`); empty if it has no board.
     """
 
     host: str

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from zeroshard.comm.blame import GIVING_UP, OUTSIDE
+from zeroshard.failures.blame import GIVING_UP, OUTSIDE
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zeroshard.comm.backends import timeout_of
+from zeroshard.ranks.backends import timeout_of
 
 _SPARE: weakref.WeakKeyDictionary[Any, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 """The group of a shard axis -> groups that were made for meshes with that axis, and that no mesh uses now. They are not

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zeroshard.comm.processes import Who
-from zeroshard.comm.shared_memory import Location, Process, SharedMemory, opened
+from zeroshard.failures.processes import Who
+from zeroshard.ranks.shared_memory import Location, Process, SharedMemory, opened
 
 _BYTES = 1 << 20
 """Of one board. Only the pages that have been written take memory."""

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zeroshard.comm.common import Common
 from zeroshard.errors import SystemRefused
+from zeroshard.ranks.common import Common
 
 
 class Location(NamedTuple):

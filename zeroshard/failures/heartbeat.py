@@ -17,9 +17,9 @@ from enum import Enum
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.comm.boards import Board, Posted, make_board, open_board
-from zeroshard.comm.notices import Beat, Notices
-from zeroshard.comm.processes import Who
+from zeroshard.failures.boards import Board, Posted, make_board, open_board
+from zeroshard.failures.notices import Beat, Notices
+from zeroshard.failures.processes import Who
 
 BEAT_SECONDS = 0.5
 """Seconds between two rounds of the watch, and between two heartbeats while a checkpoint is saved."""

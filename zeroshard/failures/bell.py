@@ -17,9 +17,9 @@ from typing import Any, cast
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError
 
-from zeroshard.comm.found import holder_of, without_prefixes
-from zeroshard.comm.store_line import Closed
 from zeroshard.errors import TookTooLong
+from zeroshard.failures.found import holder_of, without_prefixes
+from zeroshard.failures.store_line import Closed
 
 _WITHOUT_END = timedelta(days=20)
 """A store wait that times out prints a warning to stderr, so this is nearly as long as 32 bits of milliseconds

@@ -18,20 +18,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from zeroshard.comm.backends import backends_of
-from zeroshard.comm.bell import Bell, Pauses, connection_of_its_own
-from zeroshard.comm.blame import GIVING_UP, OUTSIDE
-from zeroshard.comm.found import has_one_launcher, without_prefixes
-from zeroshard.comm.heartbeat import BEAT_SECONDS, Due, Heartbeats
-from zeroshard.comm.lost import LostPeer, handled_error, in_one_line, is_of_others, own_error
-from zeroshard.comm.notices import Beat, Cause, Notices
-from zeroshard.comm.peers import Peers
-from zeroshard.comm.pipes import interrupt_all
-from zeroshard.comm.positions import HERE
-from zeroshard.comm.processes import Who
-from zeroshard.comm.store_line import Closed, Silent, StoreLine
-from zeroshard.comm.whereabouts import only_saves, waits_in_vain, where
 from zeroshard.errors import TookTooLong
+from zeroshard.failures.bell import Bell, Pauses, connection_of_its_own
+from zeroshard.failures.blame import GIVING_UP, OUTSIDE
+from zeroshard.failures.found import has_one_launcher, without_prefixes
+from zeroshard.failures.heartbeat import BEAT_SECONDS, Due, Heartbeats
+from zeroshard.failures.lost import LostPeer, handled_error, in_one_line, is_of_others, own_error
+from zeroshard.failures.notices import Beat, Cause, Notices
+from zeroshard.failures.peers import Peers
+from zeroshard.failures.positions import HERE
+from zeroshard.failures.processes import Who
+from zeroshard.failures.store_line import Closed, Silent, StoreLine
+from zeroshard.failures.whereabouts import only_saves, waits_in_vain, where
+from zeroshard.ranks.backends import backends_of
+from zeroshard.ranks.pipes import interrupt_all
 
 GRACE_SECONDS = 2.0
 """How long the other ranks have, after a rank has failed, to end or to stop writing a checkpoint."""

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.backends import backends_of, device_for, expect_usable, has_tagged_messages, take_timeout
-from zeroshard.comm.groups import default_group, default_like, downward, give_back, take
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.io.logger import LOGGER
+from zeroshard.ranks.backends import backends_of, device_for, expect_usable, has_tagged_messages, take_timeout
+from zeroshard.ranks.groups import default_group, default_like, downward, give_back, take
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")

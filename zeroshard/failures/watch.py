@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from zeroshard.comm.backends import backends_of, moves_nothing, timeout_of
-from zeroshard.comm.blame import GIVING_UP, OUTSIDE
-from zeroshard.comm.lost import LostPeer, is_of_others
-from zeroshard.comm.positions import HERE, Wait, in_short
-from zeroshard.comm.rank_watch import FAILED, Watch, where_it_trains
-from zeroshard.comm.store_line import Attended
+from zeroshard.failures.blame import GIVING_UP, OUTSIDE
+from zeroshard.failures.lost import LostPeer, is_of_others
+from zeroshard.failures.positions import HERE, Wait, in_short
+from zeroshard.failures.rank_watch import FAILED, Watch, where_it_trains
+from zeroshard.failures.store_line import Attended
+from zeroshard.ranks.backends import backends_of, moves_nothing, timeout_of
 
 _current: Watch | None = None
 

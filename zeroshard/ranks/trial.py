@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm.backends import timeout_of
-from zeroshard.comm.pipes import Card, Pipes
-from zeroshard.comm.shared_memory import Location, Process, SharedMemory
+from zeroshard.ranks.backends import timeout_of
+from zeroshard.ranks.pipes import Card, Pipes
+from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
 
 _CONNECTED: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
 """The pipes of each group whose ranks share memory."""

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.comm.positions import HERE, Position
-from zeroshard.comm.processes import Who
+from zeroshard.failures.positions import HERE, Position
+from zeroshard.failures.processes import Who
 
 
 class Cause(NamedTuple):

@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from zeroshard.comm.shared_memory import Process, open_of_peer
 from zeroshard.errors import Error, InvalidState
+from zeroshard.ranks.shared_memory import Process, open_of_peer
 
 MOST_BYTES = 16 << 10
 """The longest message that goes through a pipe. For longer ones gloo is faster, because it copies once less."""

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 
 from torch._C._distributed_c10d import Store
 
-from zeroshard.comm.blame import OUTSIDE, Seen, blame, describe_knot
-from zeroshard.comm.found import holder_of, launcher_holds_store, port_of, stopped_of_this_job, wake
-from zeroshard.comm.notices import Beat, Cause, Notices
-from zeroshard.comm.positions import Position, knot
-from zeroshard.comm.processes import Who
+from zeroshard.failures.blame import OUTSIDE, Seen, blame, describe_knot
+from zeroshard.failures.found import holder_of, launcher_holds_store, port_of, stopped_of_this_job, wake
+from zeroshard.failures.notices import Beat, Cause, Notices
+from zeroshard.failures.positions import Position, knot
+from zeroshard.failures.processes import Who
 
 _SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
 """A peer is not a child process of this rank, so this rank cannot read its exit status."""
@@ -124,7 +124,7 @@ class Peers:
         return any(seen.is_silent or seen.has_left for seen in self._seen.values())
 
     def blame(self, *, closed: bool, timeout: float) -> list[str]:
-        """See `comm/blame.py`."""
+        """See `failures/blame.py`."""
         missing = [rank for rank in range(self._world_size) if rank not in self._who]
         stopped = stopped_of_this_job() if missing else {}
         absent = {rank: stopped.get(rank) for rank in missing}
