@@ -145,9 +145,9 @@ class Handle(NotTheModel, NotCopied):
 
         Args:
             parts: modules, parameters, or names of either; their whole units are meant. None given: the whole model.
-            write: True: allow changes, which must be the same on every rank. They become the new weights, and main is
-                updated to match. False: a change raises. After an error inside, or if ranks differ, the old values are
-                restored.
+            write: True: allow changes (also `p.data = ...`), the same on every rank. They become the new weights, and
+                main is updated to match. False: a change raises. After an error inside, or if ranks differ, the old
+                values are restored.
             modifier_rank: the rank whose changes all ranks take; it implies `write`. (The name is DeepSpeed's.)
 
         Raises:
@@ -155,9 +155,10 @@ class Handle(NotTheModel, NotCopied):
             RuntimeError: a parameter was written to without `write`.
         """
         gatherer, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
+        check = self.engine.expect_known_parameters
         if write or modifier_rank is not None:
-            return written(units, gatherer, modifier_rank)
-        return unsharded(units, gatherer)
+            return written(units, gatherer, modifier_rank, check)
+        return unsharded(units, gatherer, check)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:

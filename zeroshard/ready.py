@@ -13,6 +13,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.paths import Modules
+from zeroshard.model.places import has_place, is_dense, place_of
 from zeroshard.model.trees import tensors_kept_by
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
@@ -100,8 +101,8 @@ def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     """
     found = []
     for name, tensor in {**parameters, **buffers}.items():
-        if _has_place(tensor) and _is_dense(tensor):
-            found.append((_place(tensor).start, _place(tensor).stop, name))
+        if has_place(tensor) and is_dense(tensor):
+            found.append((place_of(tensor).start, place_of(tensor).stop, name))
     found.sort()
     for (_, stop, name), (start, _, other) in pairwise(found):
         if start < stop and (name in parameters or other in parameters):
@@ -120,42 +121,20 @@ def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) ->
     known = {id(one) for one in parameters.values()}
     of_storage: dict[int, list[tuple[range, str]]] = {}
     for name, one in parameters.items():
-        if _has_place(one):
-            of_storage.setdefault(one.untyped_storage().data_ptr(), []).append((_place(one), name))
+        if has_place(one):
+            of_storage.setdefault(one.untyped_storage().data_ptr(), []).append((place_of(one), name))
     for path, module in modules.items():
         for attribute, tensor in tensors_kept_by(module):
             # (`spectral_norm` leaves a view, which it replaces in each forward.)
-            if id(tensor) in known or not _has_place(tensor) or f"{attribute}_orig" in module._parameters:
+            if id(tensor) in known or not has_place(tensor) or f"{attribute}_orig" in module._parameters:
                 continue
             for place, name in of_storage.get(tensor.untyped_storage().data_ptr(), ()):
-                if max(place.start, (mine := _place(tensor)).start) < min(place.stop, mine.stop):
+                if max(place.start, (mine := place_of(tensor)).start) < min(place.stop, mine.stop):
                     where = f"{path}.{attribute}".lstrip(".")
                     raise InvalidValue(
                         f"the attribute {where} is a view of parameter {name}: shard() moves the weights, and the view "
                         "would keep their old values. Compute it in forward, or let it be a copy (.clone())"
                     )
-
-
-def _has_place(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory that can be compared."""
-    return bool(torch._C._has_storage(tensor) and tensor.numel() and not tensor.is_meta)
-
-
-def _place(tensor: Tensor) -> range:
-    """The addresses from its first to its last element."""
-    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
-    steps = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return range(start, start + (steps + 1) * tensor.element_size())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one interval of memory, in any order."""
-    stride = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step != stride:
-            return False
-        stride *= size
-    return True
 
 
 def _taken(parameter: nn.Parameter) -> str:

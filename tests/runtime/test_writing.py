@@ -19,7 +19,7 @@ from torch import nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import DEVICE, PLANS, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, travelling
+from tests.kit import DEVICE, PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, travelling
 from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.storage.weights import Weights
@@ -98,6 +98,111 @@ def test_the_values_of_one_rank_become_those_of_all(rank: int) -> list[Any]:
         assert (results[0]["blocks.1.up.weight"] == 0.5).all()
         logs.append(handle.comm_log)
     return logs
+
+
+def teach(model: Any, *, in_place: bool) -> None:
+    """As teachers follow (BYOL, Dino), with parameters of whole units, a tied one, and one that is turned."""
+    up = model.blocks[0].up.weight.data
+    new = {"blocks.0.up.weight": up.reshape(up.shape[::-1]).T}
+    new |= {name: 0.9 * p.data + 0.25 for name, p in model.named_parameters() if name in TAUGHT}
+    for name, parameter in model.named_parameters():
+        if name in new and in_place:
+            parameter.copy_(new[name].clone())
+        elif name in new:
+            old, parameter.data = parameter.data, new[name]  # `old`: not kept beyond this call
+            assert old.shape == parameter.shape
+
+
+TAUGHT = ("embed.weight", "blocks.1.down.bias", "norm.weight")
+
+
+@on_ranks(3)
+def test_data_that_are_replaced_are_values_that_are_written(rank: int) -> list[Any]:
+    """`p.data = values` raised at the next forward, and only `close()` was left."""
+    logs = []
+    for plan, precision in HALF:
+        results, losses = [], []
+        for in_place in (True, False):
+            model = make(lambda: Net(tied=True, blocks=2))
+            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=1e-2, foreach=False)
+            step(model, optimizer, rank, 0)
+            with handle.unsharded(write=True), torch.no_grad():
+                teach(model, in_place=in_place)
+                losses += [loss_of_tokens(model, 0, 0, 1).item()]
+            with handle.unsharded("norm", modifier_rank=1), torch.no_grad():
+                if rank == 1:
+                    of_one = torch.full_like(model.norm.bias.data, 0.75)
+                    model.norm.bias.copy_(of_one) if in_place else setattr(model.norm.bias, "data", of_one)
+            results += [values(handle)]
+            step(model, optimizer, rank, 1)
+            results += [values(handle)]
+            logs.append(handle.comm_log)
+        assert losses[0] == losses[1], (plan, precision)
+        assert same_bits(results[0], results[2]), (plan, precision)
+        assert same_bits(results[1], results[3]), (plan, precision)
+        assert (results[0]["norm.bias"] == 0.75).all()
+    return logs
+
+
+@on_ranks(2)
+def test_data_that_cannot_be_taken_over_are_told_at_the_end_of_the_block(rank: int) -> None:
+    kept: list[torch.Tensor] = []
+
+    def other_shape(model: Any) -> None:
+        model.norm.weight.data = model.norm.weight.data[:3]  # at the same address
+
+    def other_dtype(model: Any) -> None:
+        if rank == 1:
+            model.norm.weight.data = model.norm.weight.data.double()
+
+    def memory_of_another(model: Any) -> None:
+        model.norm.weight.data = model.norm.bias.data
+
+    def one_for_two(model: Any) -> None:
+        model.norm.weight.data = model.norm.bias.data = torch.ones_like(model.norm.bias.data)
+
+    def swapped(model: Any) -> None:
+        """As moving averages do for an evaluation: what is kept would get the new values."""
+        kept.append(model.norm.weight.data)
+        model.norm.weight.data = torch.ones_like(kept[-1])
+
+    def another_parameter(model: Any) -> None:
+        model.norm.weight = nn.Parameter(torch.ones(WIDTH, device=DEVICE))
+
+    def error(model: Any) -> None:
+        model.norm.weight.data = torch.ones(3)
+        raise KeyError("half way")
+
+    ways: dict[Any, str] = {
+        other_shape: r"data of norm\.weight.*shape \(3,\).*values\.to\(p\)",
+        other_dtype: r"\(on rank 1\): the data of norm\.weight.*float64.*values\.to\(p\)",
+        memory_of_another: r"norm\.weight the memory of another parameter.*clone\(\)",
+        one_for_two: r"norm\.\w+ the memory of norm\.\w+,.*clone\(\)",
+        swapped: r"norm\.weight have been replaced, and a tensor that shares.*p\.data\.clone\(\)",
+        another_parameter: r"norm\.weight has come into the model.*p\.data = values",
+        error: "half way",
+    }
+    for plan, precision in OTHER_HALF:
+        model, handle, optimizer = start(plan, rank, precision)
+        before, weight = values(handle), model.norm.weight
+        for way, told in ways.items():
+            with pytest.raises((RuntimeError, ValueError, KeyError), match=told), handle.unsharded(write=True):
+                way(model)
+            kept.clear()
+            model.norm.weight = weight
+            assert same_bits(values(handle), before), (plan, precision, way)
+        for read, told in ((one_for_two, "Pass write=True"), (another_parameter, "has come into"), (error, "half way")):
+            with pytest.raises((RuntimeError, KeyError), match=told), handle.unsharded():
+                read(model)
+            model.norm.weight = weight
+            assert same_bits(values(handle), before), (plan, precision, read)
+        with handle.unsharded(write=True):  # put back in the same block
+            old = model.norm.weight.data
+            model.norm.weight.data = torch.ones_like(old)
+            model.norm.weight.data = old
+        assert same_bits(values(handle), before), (plan, precision)
+        step(model, optimizer, rank, 1)
 
 
 @on_ranks(2)

@@ -337,10 +337,16 @@ class Engine(NotCopied):
         return self.gatherer
 
     def expect_known_parameters(self) -> None:
+        """Check that all parameters of the model are in its units.
+
+        Raises:
+            RuntimeError: one is not.
+        """
         for name in self.plain.newcomers(self.units):
             raise InvalidState(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
-                "reduce its gradient or update it. close() the handle, and shard() the changed model. (For a "
+                "reduce its gradient or update it. close() the handle, and shard() the changed model; give a parameter "
+                "other values of its shape inside `with handle.unsharded(write=True):`, by p.data = values. (For a "
                 "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
             )
 

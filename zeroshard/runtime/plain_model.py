@@ -88,7 +88,9 @@ class PlainModel:
 
     def newcomers(self, units: Sequence[Unit]) -> list[str]:
         """Names of parameters of the model that are in none of the units."""
-        module = self.module
+        module = None if self._model is None else self._model()
+        if module is None:
+            return []
         if self._contents is not None and self._contents.are_those_of(module):  # this runs before each forward
             return []
         known = {id(parameter) for unit in units for parameter in unit.parameters}

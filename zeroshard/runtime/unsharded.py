@@ -11,7 +11,7 @@ Values written inside must be the same on every rank, or are taken from one rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
+from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.runtime.gather import Gatherer
+from zeroshard.runtime.replaced import Found, put_back, take_over, uses
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -59,20 +61,25 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 
 
 @contextmanager
-def unsharded(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
-    """See `Handle.unsharded`: a scope to read. Only entering is collective."""
+def unsharded(units: Sequence[Unit], gatherer: Gatherer, check: Callable[[], None]) -> Iterator[None]:
+    """See `Handle.unsharded`: a scope to read. Only entering is collective. `check`: called at the end."""
     with _shown(units, gatherer):
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
-        yield
-        for unit, (edits, writes) in zip(units, before, strict=True):
-            if unit.edits == edits:  # else an inner scope has accepted the write
-                _expect_not_written(unit, writes)
+        try:
+            yield
+        finally:  # also after an error, which would not be the one that is raised
+            replaced = [put_back(unit) if not unit.weights.writers else {} for unit in units]
+        for unit, of_unit, (edits, writes) in zip(units, replaced, before, strict=True):
+            if of_unit or unit.edits == edits:  # else an inner scope has accepted the write
+                _expect_not_written(unit, writes, of_unit)
+        check()
 
 
-def _expect_not_written(unit: Unit, writes: Sequence[int]) -> None:
-    """`writes`: `Versions.writes` of the unit when the scope began."""
+def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> None:
+    """`writes`: `Versions.writes` of the unit when the scope began. `replaced`: slots that were pointed elsewhere."""
     slots, now = unit.layout.slots, unit.weights.versions.writes()
-    found = [slot for slot, one, other in zip(slots, writes, now, strict=True) if one != other]
+    both = enumerate(zip(slots, writes, now, strict=True))
+    found = [slot for index, (slot, one, other) in both if one != other or index in replaced]
     if not found and unit.weights.buffer.borrows and unit.weights.state is Residency.RESIDENT:
         # Writes through `p.data` leave the version as it is (pytorch/pytorch#7386), and would be lost.
         found = [slot for slot in slots if not _is_of_shard(unit, slot.world & unit.updated)]
@@ -90,8 +97,11 @@ def _is_of_shard(unit: Unit, interval: Interval) -> bool:
 
 
 @contextmanager
-def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None) -> Iterator[None]:
-    """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not."""
+def written(
+    units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None, check: Callable[[], None]
+) -> Iterator[None]:
+    """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not.
+    `check`: called at the end; its errors are raised on all ranks."""
     collectives = gatherer.collectives
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
@@ -101,10 +111,16 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
-        writes = [unit.weights.versions.writes() for unit in units]
+        writes, tensors = [unit.weights.versions.writes() for unit in units], uses(units)
+
+        def take() -> None:
+            take_over(units, [put_back(unit) for unit in units], tensors, gatherer.units)
+            check()
+
         try:
             with _open_for_writing(units):
                 yield
+            together(collectives, "unsharded", take, errors=(InvalidValue, InvalidState))
             _count_writes(units, writes, collectives)
             if modifier_rank is not None:
                 collectives.broadcast([unit.weights.full for unit in units], source=modifier_rank)
@@ -113,6 +129,7 @@ def written(units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None
         except BaseException:
             with torch.no_grad():
                 for unit in units:
+                    put_back(unit)
                     _restore(unit, before[unit])
             raise
         with torch.no_grad():

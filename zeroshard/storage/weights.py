@@ -200,7 +200,9 @@ class Weights:
         Raises:
             RuntimeError: one of them has written to its parameter.
         """
-        if written := self.versions.written_by_hooks(self.buffer.views() if self.shown else self._parameters):
+        if written := self.versions.written_by_hooks(
+            self.buffer.views() if self.shown and not self.writers else self._parameters
+        ):
             raise InvalidState(
                 f"backward: {self.buffer.layout.slots[written[0]].name} has been written to in a hook of a gradient, "
                 "which is this rank's alone there: the weights of the ranks would differ, and those of this rank have "
@@ -362,14 +364,15 @@ class Weights:
         for name, found in self.replaced():
             raise InvalidState(
                 f"unit {self._unit}: the data of parameter {name} have been replaced ({found}): move and cast a model "
-                "before shard(); write values inside `with handle.unsharded(write=True):`, in place; a module that "
-                "casts its own weights when it runs belongs in MixedPrecision(keep=...), and one that sets its weights "
-                "when it first runs has to run once before shard()"
+                "before shard(); replace data and write values inside `with handle.unsharded(write=True):`; a module "
+                "that casts its own weights when it runs belongs in MixedPrecision(keep=...), and one that sets its "
+                "weights when it first runs has to run once before shard()"
             )
 
     def replaced(self) -> Iterator[tuple[str, str]]:
-        """The parameters whose data other code has replaced, and what it has put there."""
-        if not self._pointers:
+        """The parameters whose data other code has replaced, and what it has put there. Where a scope allows
+        writes, it may do so (`replaced.py`)."""
+        if not self._pointers or self.writers:
             return
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
             found = [parameter.data_ptr() for parameter in self._parameters]
