@@ -155,10 +155,9 @@ class Handle(NotTheModel, NotCopied):
             RuntimeError: a parameter was written to without `write`.
         """
         gatherer, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
-        check = self.engine.expect_known_parameters
         if write or modifier_rank is not None:
-            return written(units, gatherer, modifier_rank, check)
-        return unsharded(units, gatherer, check)
+            return written(units, gatherer, modifier_rank, self.engine.expect_known_parameters)
+        return unsharded(units, gatherer, self.engine.expect_known_parameters)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:
