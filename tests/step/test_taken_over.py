@@ -223,6 +223,13 @@ def test_what_cannot_be_taken_over_is_told() -> None:
         told = r"param group 0 has a parameter of shape \(4, 4\) that this handle does not manage"
         refused(ValueError, told, handle, of_other)
         refused(ValueError, told, handle, torch.optim.SGD(model[1].parameters()))
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            twice = torch.optim.SGD([*model[0].parameters(), model[0].weight])
+        told = r"same parameter twice, as numbers 0 and 2 \(of shape \(4, 4\)\).*pass it once"  # it once stepped once
+        refused(ValueError, told, handle, twice)
+        for params in ([*model[0].parameters(), model[0].weight], [("a", model[0].bias), ("b", model[0].bias)]):
+            with pytest.raises(ValueError, match=told.replace("0 and 2", r"0 and \d").replace("4, 4", "4.*")):
+                ShardedOptimizer(params, torch.optim.SGD)
         second = zeroshard.shard(other, "zero1")
         refused(ValueError, r"of another handle, Handle\(zero1.*: pass that one", handle, of_other)
         adam.param_groups[0]["lr"] = 0.1 * (1 + rank)

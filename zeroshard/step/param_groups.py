@@ -41,9 +41,12 @@ class Classes:
         """The group, completed with the defaults of its class; and the class.
 
         Raises:
-            ValueError: the group asks for steps that autograd can follow.
+            ValueError: the group asks for steps that autograd can follow; or has a parameter twice.
         """
         group = dict(param_group)
+        if not isinstance(params := group["params"], (Tensor, set)):  # torch refuses sets
+            group["params"] = list(params)
+            _expect_once(group["params"])
         if group.get("differentiable", self.options.get("differentiable", False)):
             raise InvalidValue(
                 "differentiable=True: a ShardedOptimizer changes weights in place, and no gradient passes through its "
@@ -200,6 +203,19 @@ class ParamGroups:
         params = [p for group in self.with_adopted(self.adopted_with(state_dict)) for p in group]
         saved = state_dict["state"]
         return {p: saved[i] for p, i in zip(params, indices, strict=True) if i in saved}
+
+
+def _expect_once(params: Sequence[Any]) -> None:
+    """`params`: parameters, or pairs with their names."""
+    numbers: dict[int, int] = {}
+    for number, one in enumerate(params):
+        parameter = one[-1] if isinstance(one, tuple) else one
+        if isinstance(parameter, Tensor) and (first := numbers.setdefault(id(parameter), number)) != number:
+            raise InvalidValue(
+                f"a param group has the same parameter twice, as numbers {first} and {number} (of shape "
+                f"{tuple(parameter.shape)}), which plain torch would update twice in each step: pass it once. "
+                "list(dict.fromkeys(parameters)) leaves out what comes again; model.parameters() has a tied weight once"
+            )
 
 
 def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
