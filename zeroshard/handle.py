@@ -156,8 +156,8 @@ class Handle(NotTheModel, NotCopied):
         """
         gatherer, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
-            return written(units, gatherer, modifier_rank, self.engine.expect_known_parameters)
-        return unsharded(units, gatherer, self.engine.expect_known_parameters)
+            return written(units, gatherer, modifier_rank, self.engine.expect_none_replaced)
+        return unsharded(units, gatherer, self.engine.expect_none_replaced)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:

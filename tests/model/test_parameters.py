@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, with_plans
+from tests.kit import DEVICE, PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, same_bits, with_plans
 from tests.together import Together, on_ranks
 from zeroshard.testing import run_ranks
 
@@ -233,6 +233,19 @@ def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward(rank:
             loss_of_tokens(model, rank, 0, 0)  # evaluation needs no gradient
         with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
             zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)  # the model may be called by its parts alone
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.late has come into the model after shard"):
+            optimizer.step()
         del model.blocks[1].late
+        head, model.head = model.head, nn.Linear(WIDTH, VOCAB, device=DEVICE)  # as resize_token_embeddings does
+        for grad in (True, False):  # under no_grad it once computed with weights that nobody trains
+            with pytest.raises(RuntimeError, match=r"head\.\w+ has come"), torch.set_grad_enabled(grad):
+                loss_of_tokens(model, rank, 0, 0)
+        for call in (zeroshard.save, zeroshard.load):
+            with pytest.raises(RuntimeError, match=r"head\.\w+ has come"):
+                call(str(rank), handle, optimizer, step=1)
+        model.head = head
+        with torch.no_grad():
+            given = {"head.bias": nn.Parameter(torch.zeros(VOCAB, device=DEVICE))}
+            torch.func.functional_call(model, given, (torch.zeros(1, 2, dtype=torch.int64, device=DEVICE),))
         optimizer.backward(loss_of_tokens(model, rank, 0, 0))
         assert optimizer.step().applied

@@ -6,6 +6,7 @@ hooks leave the transforms while they run.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -38,6 +39,16 @@ def given_tensors(modules: Iterable[nn.Module]) -> list[tuple[str, Tensor]]:
         return []
     of_all: Iterable[tuple[str, Any]] = chain.from_iterable([one.items() for one in held])
     return [(name, _plain(value)) for name, value in of_all if not isinstance(value, _USUAL)]
+
+
+def in_functional_call() -> bool:
+    """Whether this is called inside of one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _USUAL = (nn.Parameter, type(None))

@@ -314,12 +314,11 @@ class Engine(NotCopied):
             orders.before_forward()
         self.collectives.num_reads += not in_use  # in a scope, one rank may call the model alone
         with outside_transforms():
-            if torch.is_grad_enabled():
-                self.expect_known_parameters()
-                # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only
-                # this rank may be recomputing: there it would hang.
-                if not in_use and not in_backward():
-                    self.unfreeze()
+            self.expect_known_parameters(also_added=torch.is_grad_enabled())
+            # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only one
+            # may be recomputing: there it would hang.
+            if torch.is_grad_enabled() and not in_use and not in_backward():
+                self.unfreeze()
             self.expect_in_place()
             self.gatherer.begin_forward()
         if torch.is_grad_enabled() and not self.claims.has_any() and self.has_gradients(reduced=True):
@@ -336,13 +335,17 @@ class Engine(NotCopied):
             self.unfreeze()
         return self.gatherer
 
-    def expect_known_parameters(self) -> None:
+    def expect_none_replaced(self) -> None:
+        """As `expect_known_parameters`, but others may have been added, for an evaluation."""
+        self.expect_known_parameters(also_added=False)
+
+    def expect_known_parameters(self, *, also_added: bool = True) -> None:
         """Check that all parameters of the model are in its units.
 
         Raises:
-            RuntimeError: one is not.
+            RuntimeError: one is not. `also_added`: False: only if it has come in the place of another one.
         """
-        for name in self.plain.newcomers(self.units):
+        for name in self.plain.newcomers(self.units, also_added=also_added):
             raise InvalidState(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
                 "reduce its gradient or update it. close() the handle, and shard() the changed model; give a parameter "

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.managed import Contents, Managed
-from zeroshard.model.transforms import given_tensors
+from zeroshard.model.transforms import given_tensors, in_functional_call
 from zeroshard.model.units import plain_name
 from zeroshard.storage.unit import Unit
 
@@ -86,8 +86,9 @@ class PlainModel:
         if self._model is not None and device is not None:
             self.module.to(device)
 
-    def newcomers(self, units: Sequence[Unit]) -> list[str]:
-        """Names of parameters of the model that are in none of the units."""
+    def newcomers(self, units: Sequence[Unit], *, also_added: bool = True) -> list[str]:
+        """Names of parameters of the model that are in none of the units. `also_added`: False: only if others have left
+        the model for them, and not for the time of a `functional_call`."""
         module = None if self._model is None else self._model()
         if module is None:
             return []
@@ -102,6 +103,8 @@ class PlainModel:
         ]
         if not found and not given_tensors(module.modules()):
             self._contents = Contents(module)
+        if found and not also_added and (known <= set(map(id, module.parameters())) or in_functional_call()):
+            return []
         return found
 
     def buffers(self) -> dict[str, Tensor]:
