@@ -417,6 +417,65 @@ def test_a_block_is_given_the_callers_own_lists_and_dicts(rank: int) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         block(torch.ones(2, 5), losses, also)
     assert len(losses) == 3 and losses[0] is also["pair"][0] is first
+    interrupt = block.linear.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):  # torch calls no hooks then
+        block(torch.ones(2, 4), losses, also)
+    assert len(losses) == 3 and losses[0] is also["pair"][0] is also["fixed"]["x"] is first
+    interrupt.remove()
+    also["itself"], inner[1:] = (also, OrderedDict(also=also)), [inner]
+    losses.append([losses])  # type: ignore[arg-type]
+    block(torch.ones(2, 4), losses, also)
+    assert losses[0] is also["pair"][0] is inner[0] is first and also["itself"][0] is also
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Returning(nn.Module):
+    """Returns containers that it keeps, and adds to them later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.all = nn.Linear(4, 4), [dict[str, Any]()]
+        self.numbers: dict[str, Any] = {}
+
+    def forward(self, x: Tensor, number: Tensor, into: dict[str, Tensor]) -> Any:
+        self.seen = number.dtype, into["number"].dtype, into["one"].dtype
+        y: Any = self.linear(x)
+        y.label = "y"
+        into["number"] = into["number"] + y.float().mean()
+        self.all.append({"y": y})
+        self.numbers.update(same=(y, y), number=number)
+        return self.all, self.numbers, Passed(y, [y])
+
+
+@on_ranks(1)
+def test_what_a_module_returns_is_its_own_and_numbers_are_not_rounded(rank: int) -> None:
+    """Lists and dicts that a module returned were copied where its outputs are cast: what it added later was lost. And
+    a number (a temperature, a sum of losses) was rounded to 16 bits on its way in, and out."""
+    number = torch.tensor(1 / 3)
+    for precision, inside, out in (
+        (MixedPrecision(output=FP32), BF16, FP32),
+        ({Returning: "fp32", "*": "bf16"}, FP32, BF16),
+        ("bf16", BF16, BF16),
+    ):
+        model = nn.ModuleDict({"one": make(Returning), "two": nn.Linear(1, 1)})
+        called = block = model["one"]
+        if out is FP32:
+            model = called = nn.Sequential(block)
+            called.forward = block.forward
+        zeroshard.shard(model, "zero3", units=Returning, precision=precision)
+        into = {"number": number, "one": torch.ones(1)}
+        every, numbers, passed = called(torch.ones(2, 4), number, into)
+        assert block.seen == (FP32, FP32, inside)
+        assert every is block.all and numbers is block.numbers and numbers["number"] is number
+        first, second = numbers["same"]
+        assert first is second is every[1]["y"] is passed.hidden is passed.losses[0]
+        assert first.dtype == out and first.label == "y"
+        assert into["number"].dtype == FP32 and into["one"].dtype == FP32
+        block.all.append({"later": torch.ones(1)})
+        assert "later" in every[-1]
 
 
 @on_ranks(1)

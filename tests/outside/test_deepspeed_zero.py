@@ -543,7 +543,8 @@ def test_between_training_and_evaluation(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_module_may_have_an_attribute_called_id(rank: int) -> None:
-    """TestZero3ClientModuleID: `shard` sets no attributes on modules, except one for a line of `print(model)`."""
+    """TestZero3ClientModuleID: `shard` sets no attributes on modules, except one of torch, and one for a line of
+    `print(model)`."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -557,4 +558,5 @@ def test_a_module_may_have_an_attribute_called_id(rank: int) -> None:
         before[""].add("extra_repr")
         zeroshard.shard(model, plan)
         assert model.id == 3
-        assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+        after = {name: set(vars(module)) - {"_call_impl"} for name, module in model.named_modules()}
+        assert after == before

@@ -11,7 +11,6 @@ module, or a module around it, the first one counts. Casts are forward hooks, so
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import InvalidValue
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.paths import Modules, first_paths, parent
-from zeroshard.model.trees import map_tensors, parts_of, put_part, replace_tensors
+from zeroshard.model.trees import Replaced, parts_of, put_part, replace_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
@@ -185,13 +184,19 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
     return fnmatchcase(".".join(plain), pattern)
 
 
-def cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The tree with its floating-point tensors cast to `dtype`; None: unchanged."""
-    return tree if dtype is None else map_tensors(lambda one: one.to(dtype) if _differs(one, dtype) else one, tree)
+def cast(output: Any, dtype: torch.dtype | None) -> Any:
+    """What a module has returned, with its floating-point tensors cast to `dtype`; None: unchanged. In lists, dicts and
+    dataclasses they are replaced: the module may have kept these, and add to them later."""
+    return output if dtype is None else _Call().cast_in(output, dtype, lambda *_: None)
 
 
 def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.is_floating_point() and tensor.dtype != dtype
+    # [Note: numbers] A tensor without dimensions is a number (a temperature, a sum of losses). It takes part in an
+    # operation of any dtype, and does not change the dtype of the result. So it is not rounded, as under autocast.
+    # (FSDP2 rounds it.)
+    if not tensor.is_floating_point() or tensor.dtype == dtype:
+        return False
+    return tensor.dim() > 0 or tensor.dtype.itemsize < dtype.itemsize
 
 
 class Inputs:
@@ -206,7 +211,6 @@ class Inputs:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._calls: defaultdict[int, list[_Call]] = defaultdict(list)  # the running ones of each thread
         self._traced: list[_Call] = []  # those that torch.compile traces, inside of a module that is compiled
 
     @called_by_torch
@@ -214,29 +218,40 @@ class Inputs:
         if (dtype := self._dtype) is None:
             return args, kwargs
         call = _Call()
-        self._running.append(call)
-
-        def once(one: Tensor) -> Tensor:  # a module may compare its inputs by `is`, as attention does
-            return call.cast(one, dtype) if _differs(one, dtype) else one
-
-        args = tuple([replace_tensors(once, one, call.replaced) for one in args])
-        kwargs = {name: replace_tensors(once, one, call.replaced) for name, one in kwargs.items()}
+        self._traced.append(call) if torch.compiler.is_compiling() else running().append((self, call))
+        args = tuple([call.cast_in(one, dtype, call.replaced) for one in args])
+        kwargs = {name: call.cast_in(one, dtype, call.replaced) for name, one in kwargs.items()}
         return args, kwargs
 
     @called_by_torch
     def give_back(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """The call that began last is over."""
-        if self._running:
-            self._running.pop().give_back()
-        del self._running[:-_MOST_CALLS]  # nobody ends a call that a KeyboardInterrupt has ended
+        if torch.compiler.is_compiling():  # of one call both hooks are traced, or neither is
+            if self._traced:
+                self._traced.pop().give_back()
+            return
+        calls = running()
+        for number in reversed(range(len(calls))):
+            if calls[number][0] is self:
+                end_calls(number)
+                break
 
-    @property
-    def _running(self) -> list[_Call]:
-        # (Of one call both hooks are traced, or neither is.)
-        return self._traced if torch.compiler.is_compiling() else self._calls[threading.get_ident()]
+
+_OF_THREAD = threading.local()
 
 
-_MOST_CALLS = 256
+def running() -> list[tuple[Inputs, _Call]]:
+    """The calls of this thread whose inputs are cast now, the innermost last."""
+    calls: list[tuple[Inputs, _Call]] = _OF_THREAD.__dict__.setdefault("calls", [])
+    return calls
+
+
+def end_calls(number: int) -> None:
+    """Those beyond the first `number` are over. (Of those inside of a call that ends, an interrupt has left some.)"""
+    calls = running()
+    while len(calls) > number:
+        _, call = calls.pop()
+        call.give_back()
 
 
 class _Call:
@@ -246,7 +261,11 @@ class _Call:
         self._tensors: dict[int, _CastTensor] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # a container, what is there now, and what was there
 
-    def cast(self, one: Tensor, dtype: torch.dtype) -> Tensor:
+    def cast_in(self, tree: Any, dtype: torch.dtype, replaced: Replaced) -> Any:
+        """The tree with cast tensors: one for each, as modules compare tensors by `is` (attention)."""
+        return replace_tensors(lambda one: self._cast(one, dtype) if _differs(one, dtype) else one, tree, replaced)
+
+    def _cast(self, one: Tensor, dtype: torch.dtype) -> Tensor:
         if torch.compiler.is_compiling():
             return one.to(dtype)
         if id(one) not in self._tensors:

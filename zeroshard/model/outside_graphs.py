@@ -46,11 +46,23 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
 def called_by_torch(hook: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a function that only the engine of autograd calls: at no cost for a call, as there is one for each
     gradient, the function has a mark that the compiler reads before it compiles a call."""
+    return hook if _is_marked(hook, calls_too=True) else outside_graphs(hook)
+
+
+def between_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a function that is not compiled itself, while what it calls is."""
+    _is_marked(function, calls_too=False)
+    return function
+
+
+def _is_marked(function: Callable[..., Any], *, calls_too: bool) -> bool:
+    """Whether the compiler skips the function now, and what it calls; False: torch has changed these private names."""
     try:
         from torch._C._dynamo import eval_frame
 
-        skip = eval_frame._FrameExecStrategy(*[eval_frame._FrameAction.SKIP] * 2)  # the function, and what it calls
-        eval_frame.set_code_exec_strategy(hook.__code__, skip)
+        skip, usual = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, skip if calls_too else usual)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except (ImportError, AttributeError, TypeError):
-        return outside_graphs(hook)  # torch has changed these private names
-    return hook
+        return False
+    return True

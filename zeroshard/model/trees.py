@@ -37,27 +37,30 @@ Replaced = Callable[[Any, Any, Any], None]
 """Called with a list, a dict or a dataclass in which something was replaced, what is there now, and what was there."""
 
 
-def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replaced) -> Any:
+def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replaced, around: tuple[Any, ...] = ()) -> Any:
     """As `map_tensors`, but lists, dicts and dataclasses stay the same objects: what changes in them is replaced
-    there. Tuples, and pytrees of other classes, are copied."""
+    there. Tuples, and pytrees of other classes, are copied. `around`: the lists, dicts and dataclasses around the tree,
+    one of which it may be."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, _WITHOUT_TENSORS):
         return tree
     if kind is tuple:
-        parts = [replace_tensors(fn, part, replaced) for part in tree]
+        parts = [replace_tensors(fn, part, replaced, around) for part in tree]
         return tree if _are_same(parts, tree) else tuple(parts)
     if kind in _SEQUENCES or isinstance(tree, dict) or is_record(tree):
+        if any(tree is one for one in around):
+            return tree
         for name, part in parts_of(tree):
-            if (new := replace_tensors(fn, part, replaced)) is not part:
+            if (new := replace_tensors(fn, part, replaced, (*around, tree))) is not part:
                 put_part(tree, name, new)
                 replaced(tree, new, part)
         return tree
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)  # one level
     if len(leaves) == 1 and leaves[0] is tree:
         return tree
-    changed = [replace_tensors(fn, leaf, replaced) for leaf in leaves]
+    changed = [replace_tensors(fn, leaf, replaced, around) for leaf in leaves]
     return tree if _are_same(changed, leaves) else pytree.tree_unflatten(changed, structure)
 
 
@@ -144,20 +147,25 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 
 def _collect(tree: Any, found: list[Tensor], seen: set[int]) -> None:
-    """`seen`: ids of objects whose attributes have been visited; they may form cycles."""
+    """`seen`: ids of lists, dicts and objects that have been visited (all of them live during the search); they may
+    form cycles."""
     if isinstance(tree, Tensor):
         found.append(tree)
-    elif type(tree) in (tuple, list, dict):  # `tree_leaves` takes ten times as long
-        for part in tree.values() if type(tree) is dict else tree:
-            _collect(part, found, seen)
+    elif (kind := type(tree)) in _SEQUENCES or kind in _DICTS:  # `tree_leaves` takes ten times as long
+        if id(tree) not in seen:
+            seen.add(id(tree))
+            for part in tree.values() if kind in _DICTS else tree:
+                _collect(part, found, seen)
     elif not isinstance(tree, _WITHOUT_TENSORS) and id(tree) not in seen:
         leaves = pytree.tree_leaves(tree)
         if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
-            _collect(leaves, found, seen)
+            for leaf in leaves:
+                _collect(leaf, found, seen)
             return
         seen.add(id(tree))
         names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
         values = [getattr(tree, name, None) for name in names if isinstance(name, str)]
         # Pytrees know containers by their class, and a subclass of the user's is a leaf of them.
         parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _CONTAINERS) else ()
-        _collect([*parts, *getattr(tree, "__dict__", {}).values(), *values], found, seen)
+        for part in (*parts, *getattr(tree, "__dict__", {}).values(), *values):
+            _collect(part, found, seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -15,6 +16,8 @@ from torch.autograd.graph import Node
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
+from zeroshard.model.casting import end_calls, running
+from zeroshard.model.outside_graphs import between_graphs
 from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -60,16 +63,13 @@ class Needed:
         # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
         self.running += 1
         for hooks in self.inside.values() if self.running == 1 else ():
-            hooks.of_before.pop(hooks.first, None)
-            hooks.of_after.pop(hooks.last, None)
+            hooks.take_off()
 
     def end(self) -> None:
         """The call is over: put them back, in front of all other hooks, and behind."""
         self.running -= 1
         for hooks in self.inside.values() if not self.running else ():
-            hooks.of_before[hooks.first] = hooks.before
-            hooks.of_before.move_to_end(hooks.first, last=False)
-            hooks.of_after[hooks.last] = hooks.after
+            hooks.put_on()
 
 
 class Around:
@@ -89,6 +89,20 @@ class Around:
         self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
         self.of_after: Any = module._forward_hooks
+        self._attributes, self._call = vars(module), _call_that_ends(module, after)
+        self._attributes[_CALL] = self._call
+
+    def take_off(self) -> None:
+        self.of_before.pop(self.first, None)
+        self.of_after.pop(self.last, None)
+        self._attributes.pop(_CALL, None)
+
+    def put_on(self) -> None:
+        """In front of all other hooks, and behind."""
+        self.of_before[self.first] = self.before
+        self.of_before.move_to_end(self.first, last=False)
+        self.of_after[self.last] = self.after
+        self._attributes[_CALL] = self._call
 
     def hide_last(self) -> None:
         """Move the hook that hides to the end: hooks that the user has registered since may read the weights."""
@@ -98,6 +112,35 @@ class Around:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._attributes.pop(_CALL, None)
+
+
+_CALL = "_call_impl"
+"""What torch's `nn.Module.__call__` calls."""
+
+
+def _call_that_ends(module: nn.Module, after: Callable[..., None]) -> Callable[..., Any]:
+    """A call of the module that runs the hook `after`, and gives inputs back, also if it is interrupted: for
+    KeyboardInterrupt and others that are no `Exception`, torch does not call hooks with `always_call`."""
+    of_module = weakref.ref(module)
+
+    @between_graphs
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive: Any = of_module()
+        if torch.compiler.is_compiling():
+            return type(alive)._call_impl(alive, *args, **kwargs)
+        cast = len(running())
+        try:
+            return type(alive)._call_impl(alive, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            with suppress(Exception):  # the interrupt is the error
+                end_calls(cast)
+                after(alive, args, kwargs, None)
+            raise
+
+    return call
 
 
 class Graph:
