@@ -83,11 +83,19 @@ class ShardedGradient(Tensor):
         with as_tensors():
             _living(self._unit_ref).parameters[self._index].grad = values.detach()
 
+    # These reach the memory, which holds no values, without a dispatch.
+
     def apply_(self, function: Callable[..., Any]) -> Tensor:
-        self._explain("apply_")  # torch writes to the memory, without a dispatch
+        self._explain("apply_")
 
     def map_(self, other: Tensor, function: Callable[..., Any]) -> Tensor:
         self._explain("map_")
+
+    def untyped_storage(self) -> Any:
+        self._explain("untyped_storage")
+
+    def storage(self) -> Any:
+        self._explain("storage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
