@@ -154,10 +154,10 @@ class Handle(NotTheModel, NotCopied):
             ValueError: the model does not have one of the parts; or ranks have written different values.
             RuntimeError: a parameter was written to without `write`.
         """
-        gatherer, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
+        engine, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
         if write or modifier_rank is not None:
-            return written(units, gatherer, modifier_rank, self.engine.expect_none_replaced)
-        return unsharded(units, gatherer, self.engine.expect_none_replaced)
+            return written(units, engine, modifier_rank)
+        return unsharded(units, engine)
 
     @torch.no_grad()
     def gradient(self, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -327,13 +327,13 @@ class Engine(NotCopied):
                 "parameters (a plain optimizer sees no gradient, and would train nothing)"
             )
 
-    def before_scope(self) -> Gatherer:
-        """Called before each `unsharded`: inside, a forward cannot agree on which parameters train. Returns the
-        gatherer, which may be a new one."""
+    def before_scope(self) -> Self:
+        """Called before each `unsharded`: inside, a forward cannot agree on which parameters train. Returns the engine,
+        which may have a new gatherer then."""
         in_use = any(unit.weights.in_use for unit in self.units)
         if torch.is_grad_enabled() and not in_use and not in_backward() and not self.has_gradients():
             self.unfreeze()
-        return self.gatherer
+        return self
 
     def expect_none_replaced(self) -> None:
         """As `expect_known_parameters`, but others may have been added, for an evaluation."""

@@ -11,8 +11,8 @@ Values written inside must be the same on every rank, or are taken from one rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,9 @@ from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.layout.interval import Interval
+from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
+from zeroshard.runtime.kept_weights import keeping
 from zeroshard.runtime.replaced import Found, put_back, take_over, uses
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit
@@ -61,18 +63,20 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 
 
 @contextmanager
-def unsharded(units: Sequence[Unit], gatherer: Gatherer, check: Callable[[], None]) -> Iterator[None]:
-    """See `Handle.unsharded`: a scope to read. Only entering is collective. `check`: called at the end."""
-    with _shown(units, gatherer):
+def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
+    """See `Handle.unsharded`: a scope to read. Only entering is collective."""
+    with _shown(units, engine.gatherer):
+        kept = keeping(units, engine.units) if engine.hooks.schedule.running else nullcontext()
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         try:
-            yield
+            with kept:
+                yield
         finally:  # also after an error, which would not be the one that is raised
             replaced = [put_back(unit) if not unit.weights.writers else {} for unit in units]
         for unit, of_unit, (edits, writes) in zip(units, replaced, before, strict=True):
             if of_unit or unit.edits == edits:  # else an inner scope has accepted the write
                 _expect_not_written(unit, writes, of_unit)
-        check()
+        engine.expect_none_replaced()
 
 
 def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> None:
@@ -97,16 +101,13 @@ def _is_of_shard(unit: Unit, interval: Interval) -> bool:
 
 
 @contextmanager
-def written(
-    units: Sequence[Unit], gatherer: Gatherer, modifier_rank: int | None, check: Callable[[], None]
-) -> Iterator[None]:
-    """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not.
-    `check`: called at the end; its errors are raised on all ranks."""
-    collectives = gatherer.collectives
+def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) -> Iterator[None]:
+    """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not."""
+    collectives = engine.collectives
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
         raise InvalidValue(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
-    with _shown(units, gatherer):
+    with _shown(units, engine.gatherer):
         # This exchange also keeps every rank from writing before all ranks have read its weights.
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
@@ -114,8 +115,8 @@ def written(
         writes, tensors = [unit.weights.versions.writes() for unit in units], uses(units)
 
         def take() -> None:
-            take_over(units, [put_back(unit) for unit in units], tensors, gatherer.units)
-            check()
+            take_over(units, [put_back(unit) for unit in units], tensors, engine.units)
+            engine.expect_none_replaced()
 
         try:
             with _open_for_writing(units):

@@ -316,9 +316,9 @@ class Weights:
             name = self.buffer.layout.slots[next(i for i, p in enumerate(self._parameters) if p is parameter)].name
             raise InvalidState(
                 f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
-                "outside of a forward (inside `with handle.unsharded():`): run the backward inside the same block. Or "
-                f"the loss uses a value from inside of unit {self._unit} that its modules' forward does not return "
-                "(nor leave in attributes or inputs): return it"
+                "outside of a forward of its modules (inside `with handle.unsharded():`): run the backward inside the "
+                "same block, and open that around the forward. Or the loss uses a value from inside of unit "
+                f"{self._unit} that its modules' forward does not return (nor leave in attributes or inputs): return it"
             )
 
     @property
