@@ -12,7 +12,8 @@
   to fp32, their outputs to `param`. Their parameters are units of their own.
 - `output`: the dtype to which outputs of the model (or of a module that a pattern names) are cast; None: the model's
   output is not cast.
-- `cast_inputs`: whether floating-point inputs of the model, and of the modules that are units, are cast to `param`.
+- `cast_inputs`: whether floating-point inputs of the model, and of the modules that are units, are cast to `param`
+  (tensors without dimensions are not rounded).
 """
 
 from __future__ import annotations

@@ -146,6 +146,23 @@ def test_data_that_are_replaced_are_values_that_are_written(rank: int) -> list[A
 
 
 @on_ranks(2)
+def test_a_block_around_one_that_writes_shows_what_is_written(rank: int) -> None:
+    """Under ZeRO-3 each rank had the old values of its own shard there, in silence."""
+    for plan, precision in CASES:
+        model, handle, _ = start(plan, rank, precision)
+        parameters = [model.norm.weight, model.blocks[0].up.weight]
+        for write in (False, True):
+            with handle.unsharded(write=write):
+                with handle.unsharded(*parameters, write=True), torch.no_grad():
+                    parameters[0].fill_(0.5 + write)
+                    parameters[1].data = torch.full_like(parameters[1].data, 0.25 + write)
+                assert (parameters[0] == 0.5 + write).all() and (parameters[1] == 0.25 + write).all()
+            state = values(handle)
+            for name in ("norm.weight", "main norm.weight"):
+                assert (state[name] == 0.5 + write).all(), (plan, precision)
+
+
+@on_ranks(2)
 def test_data_that_cannot_be_taken_over_are_told_at_the_end_of_the_block(rank: int) -> None:
     kept: list[torch.Tensor] = []
 

@@ -152,6 +152,7 @@ class Unit:
             self.main.weights[fragment.local.slice] = old
             main = self.main.read(fragment.world)
             self.write(fragment.world, torch.where(changed, value.to(main.dtype), main))
+            written.copy_(self.main.weights[fragment.local.slice])  # a scope around this one shows them
 
     def gather_main(self, collectives: Collectives) -> Tensor:
         """Main in full (of a frozen unit: the weights), [layout.numel], in a new tensor. Collective."""
