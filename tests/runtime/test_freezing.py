@@ -198,6 +198,35 @@ def test_checkpoints_before_and_after(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+@on_ranks(2)
+def test_state_loads_into_an_optimizer_of_a_handle_where_more_is_frozen_now(rank: int) -> None:
+    """Parameters of integers never train, so a state dict is not expected to have them; that was refused. Where a part
+    of what is frozen now had no place in it, the error says what to do."""
+    for plan in plans_of(0):
+        model = build()
+        model.table = nn.Parameter(torch.arange(3, device="cpu"), requires_grad=False)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        optimizer.backward(model[:3](batch(rank, 0)).square().mean())
+        optimizer.step()
+        state = optimizer.state_dict()
+        handle.close()
+
+        model[0].requires_grad_(False)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        optimizer.load_state_dict(state)
+        assert same_bits(optimizer.state_dict()["state"][0], state["state"][0])
+
+        model[2].bias.requires_grad_(False)
+        model.never = nn.Parameter(torch.ones(2, device="cpu"), requires_grad=False)
+        handle.close()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        with pytest.raises(ValueError, match=r"Let the parameters require grad .*freeze them after the load"):
+            optimizer.load_state_dict(state)
+
+
 # Frozen after `shard` -------------------------------------------------------------------------------------------------
 
 

@@ -82,8 +82,8 @@ class ParamGroups:
 
     def adoptable(self) -> list[nn.Parameter]:
         """The parameters that would join once they require grad: those that no optimizer has, if this optimizer was
-        built from a handle."""
-        return list(self._unclaimed()) if self._takes_all else []
+        built from a handle. (Parameters of integers never do.)"""
+        return [p for p in self._unclaimed() if p.dtype.is_floating_point] if self._takes_all else []
 
     def newly_trainable(self) -> list[nn.Parameter]:
         """The adoptable parameters that require grad now."""
@@ -196,7 +196,14 @@ class ParamGroups:
                 return adopted
         sizes = [len(group["params"]) for group in self.lists]
         frozen = f" (and {len(more)} that are frozen)" if more else ""
-        raise InvalidValue(f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}")
+        remedy = (
+            ". Let the parameters require grad that did when the optimizer was built, and freeze them after the load; "
+            "or name them, in place of the handle: ShardedOptimizer(model.parameters(), ...)"
+        )
+        raise InvalidValue(
+            f"the optimizer has param groups of {sizes} parameters{frozen}, the state_dict of {found}"
+            f"{remedy if more else ''}"
+        )
 
     def state_by_parameter(self, state_dict: Mapping[str, Any]) -> FullState:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
