@@ -16,6 +16,7 @@ import torch
 
 import zeroshard
 from tests.kit import Block, Net, State, loss_of_tokens, make, same_bits
+from zeroshard.comm import samples
 from zeroshard.testing import run_ranks
 
 Inside = Callable[[], AbstractContextManager[Any]]
@@ -128,5 +129,22 @@ def test_training_goes_on(plan: str, tmp_path: Path) -> None:
                     for inside in (torch.no_grad, torch.inference_mode)
                 )
                 assert same_bits(wanted, found), (name, precision)
+
+    run_ranks(check, 2)
+
+
+def test_samples_of_weights_that_an_evaluation_took_are_replaced_while_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The gathers of ZeRO-3 take a place for a sample of the weights, in turn; after 256 of them a place that was made
+    in an evaluation came back, and the backward raised."""
+    monkeypatch.setattr(samples, "_LIMIT", 8)
+
+    def check(rank: int) -> None:
+        run = Run(rank, "zero3", None, tmp_path)
+        run.evaluated(torch.inference_mode)
+        for step in range(4):
+            run.step(step)
+        assert run.handle.engine.collectives.samples._numbers > 16
 
     run_ranks(check, 2)

@@ -66,7 +66,9 @@ class Samples:
         """[numel], the first bytes of a row. (Made once: this runs in every gather.)"""
         key = row, numel, dtype
         if key not in self._places:
-            self._places[key] = self._rows[row, : numel * dtype.itemsize].view(dtype)
+            # In inference mode a view of another dtype could not be written to by the training that follows.
+            with torch.inference_mode(False):
+                self._places[key] = self._rows[row, : numel * dtype.itemsize].view(dtype)
         return self._places[key]
 
     def digest(self) -> Tensor:
