@@ -7,6 +7,7 @@ exactly 1 + 4/512 = 1.0078125, whether it is taken over micro-batches or over ra
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from tests.kit import PLANS, plans_of, with_plans
+from tests.kit import NUM_RANKS, PLANS, State, make, plans_of, same_bits, with_plans
 from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
@@ -143,5 +144,48 @@ def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
             for precision in ("bf16", "bf16-remainder"):
                 assert total(plan, precision) == EXACT, (plan, precision)
             assert total(plan, MixedPrecision(grad=BF16)) == 1.0
+
+    run_ranks(check, 2)
+
+
+def mixed(rank: int, plan: Any, num_synced: int, between: Callable[[nn.Module], None] | None) -> State:
+    """Weights after a backward that reduces, two under `no_sync`, `between`, and one that reduces."""
+    model = make(lambda: nn.Sequential(nn.Linear(20, 33), nn.Tanh(), nn.Linear(33, 20)))
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for number in range(4 - num_synced, 4):
+        if number == 3 and between is not None:
+            between(model)
+        x = torch.randn(5, 20, generator=torch.Generator().manual_seed(10 * rank + number))
+        with handle.no_sync() if number in (1, 2) else nullcontext():
+            model(x).square().mean().backward()
+    optimizer.step()
+    return handle.full_state_dict()
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_plans_agree_where_backwards_under_no_sync_follow_a_reduction(num_ranks: int) -> None:
+    """DDP and ZeRO-1 added these gradients to the mean so far, and ZeRO-2 and ZeRO-3 to each other first."""
+
+    def check(rank: int) -> None:
+        first, *others = [mixed(rank, plan, 4, None) for plan in PLANS]
+        assert all(same_bits(first, other) for other in others)
+
+    run_ranks(check, num_ranks)
+
+
+def zero_one(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("zero", [zero_one, lambda model: model.zero_grad(set_to_none=False)], ids=["each", "model"])
+def test_gradients_that_are_zeroed_where_a_part_of_them_is_not_reduced_yet(zero: Callable[[nn.Module], None]) -> None:
+    """ZeRO-1 zeroed the own part of the bucket, and ZeRO-2 and ZeRO-3 the mean: the rest was stepped, in silence."""
+
+    def check(rank: int) -> None:
+        for plan in PLANS:
+            assert same_bits(mixed(rank, plan, 4, zero), mixed(rank, plan, 1, None)), plan
 
     run_ranks(check, 2)

@@ -324,8 +324,9 @@ class VisibleGradients:
         self.apply_clips()
         name = unit.layout.slots[index].name
         self.edits.append((name, f"{what}({', '.join(repr(self._number(value)) for value in operands)})"))
-        part = self._grads[unit].held_part(index)
-        if part.numel():
+        if what == "zero_":  # alone allowed where terms are not reduced yet, as `model.zero_grad` calls it
+            self._grads[unit].zero(index)
+        elif (part := self._grads[unit].held_part(index)).numel():
             operation(part)
         self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {name}", "step", 0)
         self.changed()

@@ -305,11 +305,12 @@ class FlatBuffer:
             held.fill_(NOTHING) if held is not None else None
 
     def keep_own(self, factor: int) -> None:
-        """Let the full buffer be `NOTHING` but for the own interval, which is multiplied by `factor`."""
+        """Let the full buffer be `NOTHING` but for the own interval, which is that of the shard, multiplied by
+        `factor`."""
         assert self.full is not None, "the full buffer is not here"
         self.full[: self.own_interval.start].fill_(NOTHING)
         self.full[self.own_interval.stop :].fill_(NOTHING)
-        self.shard.mul_(factor)
+        torch.mul(self.shard, factor, out=self.own_part_of_full())
 
     def part(self, world: Interval) -> Tensor:
         """The values of an interval: in the full buffer, if it is here, else in the shard."""

@@ -113,8 +113,9 @@ class Gradients:
         """Whether the next accumulation has to borrow a full-size bucket first."""
         return self.buffer.full is None and self.buffer.borrows
 
-    def open(self, bucket: Tensor | None = None) -> None:
-        """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
+    def open(self, bucket: Tensor | None = None, *, for_several: bool = False) -> None:
+        """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter.
+        `for_several`: several backwards may add to it before it is reduced."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
         self._reduced_before = self.state is GradState.REDUCED
         carries = self._reduced_before and self.mean.carries
@@ -125,8 +126,8 @@ class Gradients:
             self.buffer.attach(bucket)
         else:
             self.buffer.hold()
-        self._carry = carries and self.buffer.borrows
-        if carries and self.buffer.rests_in_full:  # keep the mean in the own interval, clear the rest
+        self._carry = carries and self.buffer.borrows and not for_several
+        if carries and (self.buffer.rests_in_full or for_several):  # keep the mean in the own interval, clear the rest
             self.buffer.keep_own(self.mean.num_ranks)  # see [Note: reducing more than once]
         else:
             self.stale = set(range(len(self.buffer.layout.slots)))
@@ -178,7 +179,8 @@ class Gradients:
             # [Note: reducing more than once]
             # The earlier mean is multiplied by the number of ranks, as the division after the sum divides it again.
             # Adding the two means afterwards would be simpler, but it rounds elsewhere than under the DDP plan, whose
-            # bucket carries the sum itself (`open`): plans would differ.
+            # bucket carries the sum itself (`open`): plans would differ. (Where several backwards add to the bucket,
+            # those of all plans carry it, as it is the first term there.)
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
             self.mean.rests,
@@ -307,6 +309,12 @@ class Gradients:
     def held_part(self, index: int) -> Tensor:
         """Flat: the part of one slot's reduced gradient that this rank holds."""
         return self.buffer.views()[index].view(-1) if self.means_in_full else self.own_part(index)
+
+    def zero(self, index: int) -> None:
+        """Zero all that this rank holds of one slot: its part of the mean, and terms that are not reduced yet."""
+        self.held_part(index).zero_()
+        if self.state is GradState.PARTIAL and index not in self.stale:
+            self.buffer.views()[index].zero_()
 
     def piece(self, world: Interval) -> Tensor:
         """[world.numel] of the reduced gradient; `world` must lie in `held_interval`, and, where slots lie apart, in
