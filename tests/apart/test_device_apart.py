@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from tests import apart
+from tests.apart.one_interpreter import PIECES
 from tests.gpu.checks import ROOT, read_rows
+from tests.grids import EVERYTHING
 from tests.on_device import ranks_on_cuda
 from zeroshard.testing import RankError, run_ranks
 
@@ -129,33 +131,29 @@ def test_a_plain_model_has_the_bits_of_the_cpu() -> None:
     on_device(check)
 
 
-PIECES = ("one-rank", "syncs", "memory", "checkpoint", "sharing")
+ROUND_TRIPS, WHOLE, LIFE = (
+    "tests/checkpoint/test_round_trips.py",
+    "tests/parity/test_whole.py",
+    "tests/runtime/test_life.py",
+)
+SUITES = [
+    f"{ROUND_TRIPS}::test_every_plan_and_format_of_main_goes_on_bit_for_bit[2]",
+    f"{ROUND_TRIPS}::test_an_optimizer_without_a_handle",
+    f"{WHOLE}::test_every_precision_and_plan_computes_what_one_process_does[2]",
+    f"{WHOLE}::test_state_goes_to_a_plain_optimizer_and_back",
+    f"{WHOLE}::test_weights_set_from_outside_reach_the_owners",
+    f"{WHOLE}::test_stepping_pieces_instead_is_seen",
+]
 
 
+@pytest.mark.long
 @pytest.mark.by_gloo
-def test_pieces_for_gpus_pass_on_it(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.gpu.runner",
-        "--device",
-        apart.NAME,
-        "--report",
-        str(tmp_path / "report.md"),
-    ]
-    found = subprocess.run([*command, "--pieces", *PIECES], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert found.returncode == 0, found.stdout + found.stderr
+def test_pieces_for_gpus_and_suites_pass_on_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.apart.one_interpreter", str(tmp_path / "report.md")]
+    suites = [ROUND_TRIPS, WHOLE, LIFE] if EVERYTHING else SUITES
+    variables = {**os.environ, "ZEROSHARD_TEST_DEVICE": apart.NAME}
+    found = subprocess.run([*command, *suites], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr
+    assert EVERYTHING or f"{len(SUITES)} passed" in found.stdout
     for name in PIECES:
         assert any(row["kind"] == "check" for row in read_rows(tmp_path / f"{name}.jsonl")), name
-
-
-@pytest.mark.by_gloo
-def test_suites_pass_on_it() -> None:
-    variables = {"ZEROSHARD_TEST_DEVICE": apart.NAME, "ZEROSHARD_TEST_BACKEND": "late"}
-    tests = ["tests/parity/test_whole.py", "tests/runtime/test_life.py", "tests/checkpoint/test_round_trips.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-    found = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
-    )
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr
-    assert " passed" in found.stdout

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, same_bits
 from zeroshard.testing import run_ranks
 
@@ -66,9 +67,17 @@ def train(rank: int, plan: Any, how: str, compiled: Callable[[Any], Any]) -> tup
     return losses, {name: value.clone() for name, value in state.items()}
 
 
+PLANS_OF: dict[str, tuple[Any, ...]] = {
+    "step": (*PLANS, None) if EVERYTHING else (zeroshard.DDP, zeroshard.ZERO3, None),
+    "clipped": PLANS if EVERYTHING else (zeroshard.ZERO1, zeroshard.ZERO3),
+    "torch_clipped": (zeroshard.DDP, zeroshard.ZERO2),
+    "the optimizer's step": PLANS,
+}
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # the tracer looks at the grad of tensors that are no leaves
-@pytest.mark.parametrize("how", ["step", "clipped", "torch_clipped", "the optimizer's step"])
+@pytest.mark.parametrize("how", PLANS_OF)
 def test_a_compiled_step_is_that_of_the_loop(how: str) -> None:
     traced: list[str] = []
 
@@ -77,8 +86,7 @@ def test_a_compiled_step_is_that_of_the_loop(how: str) -> None:
         return graph.forward
 
     def check(rank: int) -> None:
-        plans = {"step": (*PLANS, None), "torch_clipped": (zeroshard.DDP, zeroshard.ZERO2)}.get(how, PLANS)
-        for plan in plans:
+        for plan in PLANS_OF[how]:
             torch._dynamo.reset()
             found = train(rank, plan, how, lambda function: torch.compile(function, backend=backend))
             expected = train(rank, plan, how, lambda function: function)

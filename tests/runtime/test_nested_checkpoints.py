@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import travelling
 from zeroshard.testing import run_ranks
 
@@ -112,12 +113,21 @@ def of_ranks_that_differ(rank: int, plan: str) -> list[Tensor]:
     return list(handle.full_state_dict().values())
 
 
+def selected(ranks: int) -> list[tuple[Any, ...]]:
+    """The cases for so many ranks: all ways in which checkpoints contain one another, each on two ranks or on three,
+    and with `before` in front or behind. (`make test-everything`: both, and both.)"""
+    every = [case for case in product(KINDS, KINDS, KINDS, (False, True)) if True in case[:3]]
+    if EVERYTHING:
+        return every
+    chosen = [case for case in every if sum(map(KINDS.index, case[:3])) % 2 == case[3]]
+    return [case for number, case in enumerate(chosen) if number // 2 % 2 == ranks % 2]
+
+
 def check(rank: int, ranks: int) -> None:
     # A checkpoint inside of a reentrant one is first called without grad.
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
     units = (Outer,), (Part,), (Outer, Part), (Outer, nn.Linear)
-    cases = [case for case in product(KINDS, KINDS, KINDS, (False, True)) if True in case[:3]]
-    for number, kinds in enumerate(cases):
+    for number, kinds in enumerate(selected(ranks)):
         for of, chosen in ((Outer, units[(number + ranks) % 4]), (Outermost, (Outer, Part))):
             expected = trained(rank, "ddp", None, *kinds, of=of)
             with travelling("pairwise" if number % 3 else "shared"):

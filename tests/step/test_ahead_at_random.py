@@ -199,5 +199,5 @@ def test_a_factor_of_the_device_that_differs_is_found(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(ahead.Verdict, "update", off)
     with timed_ranks("early"):
-        found = [run_ranks(both, 2, PLANS[seed % 4], seed, tmp_path / str(seed))[0][0] for seed in SOME[:3]]
-    assert any("state" in difference for difference in found)
+        found = run_ranks(both, 2, PLANS[SOME[0] % 4], SOME[0], tmp_path)
+    assert all("state" in difference for difference, _ in found)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, travelling
+from tests.kit import PLANS, plans_of, travelling
 from zeroshard.step.clipping import Clipping
 from zeroshard.testing import RankError, run_ranks
 
@@ -117,10 +117,11 @@ def run(steps: Steps, sequence: Sequence) -> tuple[list[float], dict[str, Tensor
 def test_clips_and_edits_act_in_the_order_of_the_calls(num_ranks: int) -> None:
     def check(rank: int) -> None:
         found = {}
-        for name, sequence in SEQUENCES.items():
+        for number, (name, sequence) in enumerate(SEQUENCES.items()):
+            plans = plans_of(number) if num_ranks == 3 else PLANS
             seen, weights = run(Steps(rank, num_ranks, None), sequence)
-            of_plans = [run(Steps(rank, num_ranks, plan), sequence) for plan in PLANS]
-            for plan, (also_seen, same) in zip(PLANS, of_plans, strict=True):
+            of_plans = [run(Steps(rank, num_ranks, plan), sequence) for plan in plans]
+            for plan, (also_seen, same) in zip(plans, of_plans, strict=True):
                 assert also_seen == pytest.approx(seen, rel=1e-4, abs=1e-6), (name, plan)
                 torch.testing.assert_close(same, weights, rtol=1e-4, atol=1e-5, msg=f"{name}, {plan}")
                 if "torch" not in name:  # torch's norm is the engine's only where `p.grad` is no plain tensor
