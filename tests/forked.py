@@ -52,7 +52,7 @@ class Forked(subprocess.Popen):
         before: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
-        """`before`: called in the fork, first."""
+        """`before`: called in the fork, before the program: what is not there when an interpreter starts."""
         interpreter, *rest = args
         while rest[:1] == ["-u"]:
             rest.pop(0)
@@ -90,17 +90,17 @@ def become(
     old_stdout: int = 1,
 ) -> NoReturn:
     """Run `program` in this forked process as if an interpreter had started for it; it returns the exit status.
-    `before`: called first. `old_stdout`: the descriptor to which the stdout object that was there before the fork
+    `before`: called before that. `old_stdout`: the descriptor to which the stdout object that was there before the fork
     writes now."""
     status = 1
     try:
         gc.freeze()
-        if before is not None:
-            before()
         _own_streams(old_stdout)
         os.environ.clear()
         os.environ.update(environment)
         _as_an_interpreter_starts()
+        if before is not None:
+            before()
         status = program()
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -296,18 +297,8 @@ def test_the_terminal_is_closed(text_folder: Path, tmp_path: Path, nohup: bool) 
     """torch's launcher took SIGHUP also under nohup, which ended the run."""
     out = tmp_path / "run"
     arguments = ["train", "--nproc=2", "--steps=5000", "--data", str(text_folder), f"--out={out}", *SMALL]
-    # A new interpreter: a forked one does not begin with the signals that its parent ignores.
-    command = [*["nohup"] * nohup, sys.executable, "-m", "zeroshard", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also if the tests run under nohup
-    )
+    # nohup starts an interpreter that ignores the signal from the beginning.
+    process = start(*arguments, before=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN) if nohup else None)
     wait_until(lambda: bool(steps(out)) or process.poll() is not None)
     process.send_signal(signal.SIGHUP)
     if nohup:

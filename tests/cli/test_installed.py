@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import zipfile
 from email.parser import Parser
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests.forked import Forked
 from tests.house.pages import transcript
 
 pytestmark = pytest.mark.long  # all of them, for one worker, as they share what is built
@@ -69,6 +72,11 @@ assert not [name for name in sys.modules if name.startswith("zeroshard.train")]
 sys.argv = ["zeroshard", "train", "--steps", "1"]
 command.load()()  # exits
 """
+
+LACKING = (
+    "zeroshard: error: `zeroshard train` needs the package tomli_w, which comes with the extra 'train': "
+    "pip install 'zeroshard[train]'"
+)
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
@@ -176,19 +184,36 @@ def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, P
 
     command = [str(python), "-W", "ignore", "-c", FIVE_LINES]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "zeroshard: error: `zeroshard train` needs the package tomli_w, which comes with the extra 'train': "
-        "pip install 'zeroshard[train]'\n",
-    )
+    assert (done.returncode, done.stderr) == (2, f"{LACKING}\n")
     (first,) = done.stdout.splitlines()
     assert str(site) in first and first.endswith(" 1")
     script = python.parent / "zeroshard"
     assert os.access(script, os.X_OK) and script.read_text().startswith(f"#!{python}\n")
 
 
+MODULES = {"torchrun": ["-m", "torch.distributed.run"], "zeroshard": ["-m", "zeroshard"]}
+
+
+def typed(command: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """What a command of the page does in the folder: by the shell, or in a fork if it starts one of the `MODULES`."""
+    program, *arguments = shlex.split(command)
+    if program not in MODULES:
+        return subprocess.run(["bash", "-c", command], cwd=folder, env=environment, text=True, capture_output=True)
+    options: Any = {
+        "cwd": folder,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with Forked([sys.executable, *MODULES[program], *arguments], **options) as process:
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
 def test_the_transcript_of_the_page(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Each command prints what the page shows. Only the packages of `pip install` come from this environment."""
+    """Each command prints what the page shows. They run in forks of this process, which has imported torch. That the
+    extra brings all that `zeroshard train` needs is seen in the page's own environment, in one step."""
     wheel, python = built[1], tmp_path / "env" / "bin" / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PATH": f"{python.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -199,11 +224,15 @@ def test_the_transcript_of_the_page(built: tuple[Path, Path], tmp_path: Path) ->
         elif command.startswith("pip wheel "):
             assert wheel.name == "zeroshard-0.1.0-py3-none-any.whl"
         elif command.startswith("pip install "):
-            install(wheel, python, extra="train" if command.endswith("[train]'") else "")
+            if command.endswith("[train]'"):
+                install(wheel, python, extra="train")
+                small = ["--steps=1", "--layers=1", "--width=32", "--context=32", f"--out={tmp_path / 'small'}"]
+                subprocess.run([python.parent / "zeroshard", "train", *small], env=environment, check=True)
+        elif command == "zeroshard train":
+            assert shown == [LACKING], "as in the environment of the test above"
         else:
             command = command.replace("path/to/zeroshard", str(ROOT))
-            run = ["bash", "-c", command]
-            done = subprocess.run(run, cwd=tmp_path, env=environment, text=True, capture_output=True)
+            done = typed(command, tmp_path, environment)
             text = re.sub(r"(?=step \d+ loss)", "\n", done.stdout)  # a rank prints between another's line and its end
             said = (text + done.stderr).splitlines()
             problem = differs(shown, said)

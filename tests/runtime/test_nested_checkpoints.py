@@ -128,7 +128,7 @@ def check(rank: int, ranks: int) -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
     units = (Outer,), (Part,), (Outer, Part), (Outer, nn.Linear)
     for number, kinds in enumerate(selected(ranks)):
-        for of, chosen in ((Outer, units[(number + ranks) % 4]), (Outermost, (Outer, Part))):
+        for of, chosen in ((Outer, units[number // 2 % 4]), (Outermost, (Outer, Part))):
             expected = trained(rank, "ddp", None, *kinds, of=of)
             with travelling("pairwise" if number % 3 else "shared"):
                 found = trained(rank, "zero3", chosen, *kinds, of=of)
