@@ -62,7 +62,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-LARGE = ("tests/exchange/", "tests/integrations/", "tests/real_models/", "tests/train/test_language.py")
+LARGE = (
+    "tests/exchange/",
+    "tests/gpu/test_gpu_libraries.py",
+    "tests/integrations/",
+    "tests/real_models/",
+    "tests/train/test_language.py",
+)
 """These tests import large libraries: they come last, as each rank is forked with all that has been imported."""
 
 

@@ -24,6 +24,10 @@ OUT = 3.0 if IS_COUNTED else AT_ONCE
 is promised is 10 s; here it takes less than one.) A busy machine does not lengthen them: it takes off more than the
 ranks have waited, so that the limit finds a wait of 12 s on a busy machine, too."""
 
+HANG = 120.0
+"""Seconds of a collective in a test of something that once waited for ever. They pass only if it does so again: where
+all is right, a rank waits as long as its peers need on a busy machine."""
+
 
 def wait_until(happened: Callable[[], object]) -> None:
     """Wait until `happened()` is true. pytest's timeout ends a test that waits for ever."""

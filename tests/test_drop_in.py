@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.patience import HANG
 from zeroshard.optim import Lamb
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -227,4 +228,4 @@ def test_ranks_that_differ_are_told() -> None:
         optimizer.step()
         assert params[0].eq(0).all()
 
-    run_ranks(check, 3, collective_timeout=10)
+    run_ranks(check, 3, collective_timeout=HANG)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS
+from tests.patience import HANG
 from zeroshard.testing import RankError, run_ranks
 
 Edit = Callable[[Any], object]
@@ -354,7 +355,7 @@ def test_a_forward_without_a_backward_changes_nothing_where_ranks_use_other_para
                 found = gated(rank, plan, before)
                 assert all(map(torch.equal, found, expected)), (plan, before)
 
-    run_ranks(check, 2, collective_timeout=15)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 # Memory that two tensors share ----------------------------------------------------------------------------------------

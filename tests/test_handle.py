@@ -246,7 +246,7 @@ def test_without_unsharded_a_rank_that_runs_more_waits_and_says_so(tmp_path: Pat
                 loss_of_tokens(model, rank, 0, 1)
             (tmp_path / "told").touch()
 
-    run_ranks(check, 2, collective_timeout=5)
+    run_ranks(check, 2)
     assert (tmp_path / "told").exists()
 
 

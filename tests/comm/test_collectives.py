@@ -28,6 +28,7 @@ from tests.kit import (
     same_bits,
     train,
 )
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
@@ -238,7 +239,7 @@ def test_what_garbage_collection_drops_waits_for_no_peer() -> None:
                 pending.release()
             assert full.view(2, 256).eq(torch.tensor([[1.0], [2.0]])).all()
 
-    run_ranks(check, 2, collective_timeout=20)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 def test_objects_are_exchanged_in_rank_order() -> None:

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, travelling
+from tests.patience import HANG
 from tests.timed_backend import TimedGroup, timed_ranks
 from zeroshard.comm import joining
 from zeroshard.comm.joining import launched
@@ -127,9 +128,9 @@ class Bound:
 
 def with_more_groups_on_some_ranks(rank: int, way: str) -> None:
     """torch asks every rank to call `new_group`, and only the members have the group then."""
-    mesh = dist.new_group([0, 1], timedelta(seconds=20))
+    mesh = dist.new_group([0, 1], timedelta(seconds=HANG))
     for _ in range(2):
-        dist.new_group([0], timedelta(seconds=20))
+        dist.new_group([0], timedelta(seconds=HANG))
     with travelling(way):
         for plan in (PLANS[1], PLANS[3]):
             model = make(Net)
@@ -141,7 +142,7 @@ def with_more_groups_on_some_ranks(rank: int, way: str) -> None:
 def test_ranks_may_have_made_different_numbers_of_groups(way: str) -> None:
     """`shard` waited until the timeout."""
     with timed_ranks("random") if way == "native" else nullcontext():
-        run_ranks(with_more_groups_on_some_ranks, 2, way, collective_timeout=20)
+        run_ranks(with_more_groups_on_some_ranks, 2, way, collective_timeout=HANG)
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [((0, 1, 2, 3), "cuda:0"), ((0, 2), "None")])

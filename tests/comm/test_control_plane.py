@@ -94,7 +94,8 @@ class Watched(TCPStore):
 def test_connecting_may_take_longer_than_a_call() -> None:
     """A slow name server takes five seconds, which is more than a short timeout of collectives."""
     served, short = server(), timedelta(seconds=2)
-    store = Watched("127.0.0.1", served.port, is_master=False, timeout=short)
+    store = Watched("127.0.0.1", served.port, is_master=False, timeout=timedelta(seconds=60))
+    store.set_timeout(short)
     own: Any = connection_of_its_own(store)
     assert store.timeouts == [bell._CONNECTING] and store.timeout == own.timeout == short
     own.set("key", "value")
@@ -107,7 +108,8 @@ def test_a_store_that_accepts_no_further_connection_is_not_shared(monkeypatch: p
     monkeypatch.setattr(bell, "_CONNECTING", timedelta(milliseconds=300))
     monkeypatch.setattr(bell, "_LOOK_SECONDS", 3600.0)  # nor is the connection that there is looked at meanwhile
     served = server()
-    store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=timedelta(milliseconds=300))
+    store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=timedelta(seconds=60))
+    store.set_timeout(timedelta(milliseconds=300))
     del served
     with pytest.raises(TookTooLong, match=r"no further connection to the store of the process group: .*timed out"):
         connection_of_its_own(store)

@@ -19,6 +19,7 @@ from torch import nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import NUM_RANKS, PLANS
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.step import same_gradients
 from zeroshard.testing import RankError, run_ranks
@@ -44,7 +45,7 @@ def said_by_all(num_ranks: int, *runs: Callable[[int, Any], object]) -> list[str
     def catch(rank: int) -> list[str]:
         said = []
         for run in runs:
-            group = dist.new_group(timeout=timedelta(seconds=20))
+            group = dist.new_group(timeout=timedelta(seconds=HANG))
             try:
                 run(rank, group)
                 said.append("")
@@ -52,7 +53,7 @@ def said_by_all(num_ranks: int, *runs: Callable[[int, Any], object]) -> list[str
                 said.append(str(error))
         return said
 
-    first, *others = run_ranks(catch, num_ranks, timeout=300.0, collective_timeout=20.0)
+    first, *others = run_ranks(catch, num_ranks, timeout=300.0, collective_timeout=HANG)
     for other in others:
         assert other == first
     return first

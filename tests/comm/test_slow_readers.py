@@ -16,6 +16,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import NUM_RANKS
+from tests.patience import HANG
 from tests.together import in_turn
 from zeroshard.testing import run_ranks
 
@@ -97,4 +98,4 @@ def alone(rank: int) -> None:
 def test_one_rank_alone_may_still_run_the_model_after_a_step() -> None:
     """The rank does not wait for its peers, which wait for it in a barrier: they have read the weights before their own
     step ended. It computes with the weights of that step."""
-    run_ranks(alone, 2, collective_timeout=20)
+    run_ranks(alone, 2, collective_timeout=HANG)

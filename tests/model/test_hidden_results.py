@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS, Job, beside_one_process, same_bits, train, train_reference, travelling
+from tests.kit import PLANS, Job, beside_one_process, plans_of, same_bits, train, train_reference, travelling
 from tests.together import on_ranks
 from zeroshard.testing import run_ranks
 
@@ -83,6 +83,7 @@ class Model(nn.Module):
 
 
 FOUND = [(how, frozen) for how in ("object", "attribute", "input", "list") for frozen in (True, False)]
+PLANS_OF = {case: plans_of(number + number // 2) for number, case in enumerate(FOUND)}
 
 
 UNITS = (Block, nn.Sequential)
@@ -107,12 +108,12 @@ def test_gradients_go_through_results_that_forward_does_not_return() -> None:
 
     def of_rank(rank: int) -> Any:
         with travelling("pairwise"):
-            return {case: [train(job(*case), plan, rank) for plan in PLANS] for case in FOUND}
+            return {case: [train(job(*case), plan, rank) for plan in plans] for case, plans in PLANS_OF.items()}
 
     truth, ranks = beside_one_process(lambda: {case: train_reference(job(*case), 2) for case in FOUND}, of_rank, 2)
     for case in FOUND:
         for outcome, of_rank_found in zip(truth[case], ranks, strict=True):
-            for plan, found in zip(PLANS, of_rank_found[case], strict=True):
+            for plan, found in zip(PLANS_OF[case], of_rank_found[case], strict=True):
                 assert found.losses == outcome.losses, (case, plan)
                 assert same_bits(found.weights, outcome.weights), (case, plan)
 

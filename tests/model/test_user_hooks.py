@@ -33,6 +33,7 @@ from tests.kit import (
     train_reference,
     travelling,
 )
+from tests.patience import HANG
 from zeroshard.testing import run_ranks
 
 WIDTH = 12
@@ -282,4 +283,4 @@ def test_saved_tensors_may_be_changed_where_torch_keeps_their_values() -> None:
                     )
                     assert same_bits(found, expected), (way, writes)
 
-    run_ranks(check, 2, collective_timeout=15)
+    run_ranks(check, 2, collective_timeout=HANG)

@@ -118,7 +118,7 @@ def test_a_gather_under_way_is_waited_for_by_close_alone(monkeypatch: pytest.Mon
 
     def waits(rank: int, way: str) -> list[str]:
         store = dist.distributed_c10d._get_default_store()
-        group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+        group = dist.new_group([0, 1], timeout=LONG)
         model, handle, optimizer = begin("zero3", mesh=group)
         given_up.clear()
         if rank == 1:

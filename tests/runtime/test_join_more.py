@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.grids import EVERYTHING, grid
 from tests.kit import NUM_RANKS, PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
@@ -327,7 +328,7 @@ def test_a_rank_without_inputs_after_a_backward_that_raised_or_after_freezing() 
             found.append(results[0])
         return found
 
-    raised, frozen = run_ranks(check, 3, collective_timeout=20)[0]
+    raised, frozen = run_ranks(check, 3, collective_timeout=HANG)[0]
     started = make(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))).state_dict()
     for name, value in started.items():
         value = value.cpu()

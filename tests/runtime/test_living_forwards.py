@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import travelling
+from tests.patience import HANG
 from zeroshard.testing import run_ranks
 
 
@@ -120,4 +121,4 @@ def check(rank: int, ranks: int) -> None:
 
 def test_every_order_of_backwards_trains_as_with_whole_weights() -> None:
     for ranks in (2, 3):
-        run_ranks(check, ranks, ranks, collective_timeout=15)
+        run_ranks(check, ranks, ranks, collective_timeout=HANG)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import travelling
+from tests.patience import HANG
 from zeroshard.testing import run_ranks
 
 KINDS = (None, False, True)
@@ -142,4 +143,4 @@ def check(rank: int, ranks: int) -> None:
 
 def test_checkpoints_inside_units_and_inside_one_another() -> None:
     for ranks in (2, 3):
-        run_ranks(check, ranks, ranks, collective_timeout=30)
+        run_ranks(check, ranks, ranks, collective_timeout=HANG)

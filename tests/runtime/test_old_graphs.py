@@ -19,6 +19,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, same_bits
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.testing import run_ranks
 
@@ -124,7 +125,7 @@ def test_all_ranks_raise_or_none_does() -> None:
             with pytest.raises(RuntimeError, match=MODIFIED):
                 loss.backward()
 
-    run_ranks(check, 2, collective_timeout=15)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 class Parts(nn.Module):

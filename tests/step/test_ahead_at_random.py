@@ -15,6 +15,7 @@ from torch import Tensor
 import zeroshard
 from tests.ahead_of_host import queued
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, State, loss_of_tokens, make, same_bits, travelling
+from tests.patience import HANG
 from tests.step.test_ahead import recorded
 from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.step import ahead
@@ -181,7 +182,7 @@ def test_steps_ahead_leave_the_bits_of_steps_that_wait(tmp_path: Path) -> None:
     num_ahead = 0
     for seed in SEEDS:
         with timed_ranks(TIMINGS[seed % len(TIMINGS)]):
-            found = run_ranks(both, 2, PLANS[seed % 4], seed, tmp_path / str(seed), collective_timeout=30)
+            found = run_ranks(both, 2, PLANS[seed % 4], seed, tmp_path / str(seed), collective_timeout=HANG)
         assert [difference for difference, _ in found] == ["", ""], seed
         num_ahead += found[0][1]
     assert num_ahead > 3 * len(SEEDS)
