@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _SLOTS = 140_000
-"""Of 8 bytes. The chunk has the next power of two, 2 MB, of which 0.9 MB are left. This frame's part is never touched."""
+"""Of 8 bytes. The chunk has the next power of two, 2 MB, with 0.9 MB for others. This frame does not touch its own."""
 
 
 def with_room(function: Callable[[], T]) -> T:
