@@ -25,16 +25,16 @@ from tests.checkpoint.faults import set_timeout
 from tests.failures.common import Ranks, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.checkpoint import publishing
-from zeroshard.comm import watch
-from zeroshard.comm.backends import timeout_of
-from zeroshard.comm.blame import Seen, blame
-from zeroshard.comm.found import holder_of
-from zeroshard.comm.groups import default_group
 from zeroshard.comm.messages import Messages
-from zeroshard.comm.notices import Beat, Notices
-from zeroshard.comm.peers import Peers
-from zeroshard.comm.processes import Who
-from zeroshard.comm.shared_memory import SharedMemory
+from zeroshard.failures import watch
+from zeroshard.failures.blame import Seen, blame
+from zeroshard.failures.found import holder_of
+from zeroshard.failures.notices import Beat, Notices
+from zeroshard.failures.peers import Peers
+from zeroshard.failures.processes import Who
+from zeroshard.ranks.backends import timeout_of
+from zeroshard.ranks.groups import default_group
+from zeroshard.ranks.shared_memory import SharedMemory
 
 
 def init(silence: float) -> None:
