@@ -24,6 +24,7 @@ from tests.checkpoint.common import Run
 from tests.checkpoint.faults import set_timeout
 from tests.failures.common import Ranks, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
+from tests.ports import free_port
 from zeroshard.checkpoint import publishing
 from zeroshard.comm.messages import Messages
 from zeroshard.failures import watch
@@ -130,9 +131,7 @@ def test_a_rank_is_killed_after_its_announcement() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_do_not_start_are_told_in_one_line(rank: int) -> None:
     """torch's own error named neither the rank nor the timeout, and came with the traceback of its rendezvous."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=1)\nexcept TimeoutError as error:\n    print(error)"
     environment = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
@@ -215,9 +214,7 @@ def test_the_process_that_holds_a_store_is_found() -> None:
 
 
 def test_a_rank_that_is_stopped_before_it_joins_is_named_and_woken() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     stopped = subprocess.Popen([sys.executable, "-c", stops], env={**os.environ, **place, "RANK": "1"})
     os.waitpid(stopped.pid, os.WUNTRACED)
@@ -244,9 +241,7 @@ def test_a_rank_without_a_watch_is_blamed() -> None:
 
 def test_a_rank_whose_launcher_has_ended_does_not_wait_for_it() -> None:
     """torch tried to connect to the launcher's store for two timeouts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "RANK": "1", "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1", "WORLD_SIZE": "2"}
     launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=600)\nexcept RuntimeError as error:\n    print(error)"
     command, environment = [sys.executable, "-c", program], {**os.environ, **place, **launcher}
