@@ -132,6 +132,7 @@ def join(port: int, rank: int, num_ranks: int, timeout: float, rank_0_holds_stor
     # On a busy machine, and with a slow name server, since torch looks up a name for the store's address.
     start = max(limit, timedelta(seconds=120))
     store = met_at = TCPStore("127.0.0.1", port, num_ranks, is_master=False, timeout=start)
+    _OF_TEST[:] = [met_at]
     if rank_0_holds_store:
         if rank == 0:
             store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, timeout=start, wait_for_workers=False)
@@ -144,6 +145,14 @@ def join(port: int, rank: int, num_ranks: int, timeout: float, rank_0_holds_stor
     met_at.set(f"joined/{rank}", "")
     met_at.wait([f"joined/{one}" for one in range(num_ranks)])
     set_timeout(limit)
+
+
+_OF_TEST: list[TCPStore] = []
+
+
+def store_of_test() -> TCPStore:
+    """The store by which this rank has joined, which outlives every rank."""
+    return _OF_TEST[0]
 
 
 def set_timeout(limit: timedelta) -> None:

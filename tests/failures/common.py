@@ -14,15 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
-from tests.checkpoint.faults import StoreServer, fork, join
+import zeroshard
+from tests.checkpoint.faults import StoreServer, fork, join, set_timeout
 from tests.patience import wait_until
 from tests.queueing import Queueing, queued_by_this_thread
 from zeroshard.failures import watch
+from zeroshard.ranks.backends import timeout_of
+from zeroshard.ranks.groups import default_group
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
 _WITHOUT_NAME_SERVER = re.compile(r"^.*The hostname of the client socket cannot be retrieved.*\n", re.MULTILINE)
@@ -37,6 +42,15 @@ def wait_until_noted() -> None:
     assert current is not None
     before = current.beats
     wait_until(lambda: current.beats > before + 1)
+
+
+def init(silence: float) -> None:
+    """`zeroshard.init()` with a watch that takes a store for lost that has not answered for `silence` seconds. Nothing
+    else has this timeout."""
+    before = timeout_of(default_group(), torch.device("cpu"))
+    set_timeout(timedelta(seconds=silence))
+    zeroshard.init()
+    set_timeout(before)
 
 
 def has_ended(pid: int) -> bool:

@@ -10,19 +10,16 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import zeroshard
 from tests.checkpoint.common import Run
-from tests.checkpoint.faults import set_timeout
-from tests.failures.common import Ranks, has_ended, wait_until_noted
+from tests.failures.common import Ranks, has_ended, init, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from tests.ports import free_port
 from zeroshard.checkpoint import publishing
@@ -33,18 +30,7 @@ from zeroshard.failures.found import holder_of
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.peers import Peers
 from zeroshard.failures.processes import Who
-from zeroshard.ranks.backends import timeout_of
-from zeroshard.ranks.groups import default_group
 from zeroshard.ranks.shared_memory import SharedMemory
-
-
-def init(silence: float) -> None:
-    """`zeroshard.init()` with a watch that takes a store for lost that has not answered for `silence` seconds. Nothing
-    else has this timeout."""
-    before = timeout_of(default_group(), torch.device("cpu"))
-    set_timeout(timedelta(seconds=silence))
-    zeroshard.init()
-    set_timeout(before)
 
 
 def saving_rank(rank: int, mark: Callable[[], Any], directory: Path, background: bool) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed.distributed_c10d import _get_default_store
 
 import zeroshard
-from tests.failures.common import Ranks, wait_until_noted
-from tests.failures.test_silent_stores import let_rank_0_hold_the_store
+from tests.checkpoint.faults import store_of_test
+from tests.failures.common import Ranks, init, wait_until_noted
 from tests.patience import wait_until
 from zeroshard.comm.orders import Orders
 from zeroshard.failures import watch
@@ -28,14 +27,14 @@ from zeroshard.failures.rank_watch import Watch
 
 def stop_here(key: str) -> None:
     """Stop this process, once `key` is in the store of the test. Tells its number there."""
-    store = _get_default_store()
+    store = store_of_test()
     store.wait([key])
     store.set("stops", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def wait_until_stopped() -> None:
-    pid = int(_get_default_store().get("stops"))
+    pid = int(store_of_test().get("stops"))
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
@@ -46,7 +45,7 @@ def rank_of_three(rank: int, mark: Callable[[], Any]) -> None:
     current = watch.current()
     assert current is not None
     if rank == 0:
-        _get_default_store().set("stop", "")
+        store_of_test().set("stop", "")
         stop_here("stop")
         wait_until(lambda: False)
     wait_until_stopped()
@@ -66,8 +65,7 @@ def test_a_rank_wakes_others_however_soon_it_leaves() -> None:
 
 def rank_that_fails(rank: int, mark: Callable[[], Any]) -> None:
     """Rank 0, which holds the store, stops when rank 1 has failed. Rank 1 has not read yet which process rank 0 is."""
-    of_test = _get_default_store()
-    let_rank_0_hold_the_store(rank, 600.0)
+    of_test = store_of_test()
     Peers.find_neighbours = lambda self, store: None  # type: ignore[method-assign]
     zeroshard.init()
     if rank == 0:
@@ -90,14 +88,13 @@ def rank_that_fails(rank: int, mark: Callable[[], Any]) -> None:
 
 def test_who_holds_the_store_is_woken_by_a_rank_that_fails() -> None:
     """The store did not answer any more, and nobody had looked who holds it."""
-    ended = Ranks(rank_that_fails, 2).finish(limit=60.0)
+    ended = Ranks(rank_that_fails, 2, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
 
 
 def waits_for_a_device(rank: int, mark: Callable[[], Any]) -> None:
     """Rank 0 holds the store and is killed, while rank 1 waits for its device: no collective raises there."""
-    let_rank_0_hold_the_store(rank, 4.0)
-    zeroshard.init()
+    init(silence=4.0)
     wait_until_noted()
     if rank == 0:
         mark()
@@ -108,7 +105,7 @@ def waits_for_a_device(rank: int, mark: Callable[[], Any]) -> None:
 
 def test_a_wait_for_a_device_ends_although_the_store_is_gone() -> None:
     """The guard had ended with the store, and the process waited on."""
-    ended = Ranks(waits_for_a_device, 2).finish(limit=60.0)
+    ended = Ranks(waits_for_a_device, 2, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [-signal.SIGKILL, 1], ended
     assert "rank 1 of 2 failed while waiting for another rank" in ended.said, ended
     assert "has closed its connections: the launcher or rank 0, whichever held it, has ended" in ended.said, ended
@@ -116,9 +113,8 @@ def test_a_wait_for_a_device_ends_although_the_store_is_gone() -> None:
 
 def rank_in_a_join(rank: int, mark: Callable[[], Any]) -> None:
     """Rank 0, which holds the store, has no inputs left, and stops when rank 1 is about to delete old orders."""
-    of_test = _get_default_store()
-    let_rank_0_hold_the_store(rank, 3.0)
-    zeroshard.init()
+    of_test = store_of_test()
+    init(silence=3.0)
     meet, meetings = Orders.meet, [0]
 
     def met(self: Orders, *followers: Any) -> None:
@@ -146,7 +142,7 @@ def rank_in_a_join(rank: int, mark: Callable[[], Any]) -> None:
 
 def test_who_holds_the_store_is_stopped_in_a_join() -> None:
     """The leader waited for ever until the store had deleted the last orders."""
-    ended = Ranks(rank_in_a_join, 2).finish(limit=60.0)
+    ended = Ranks(rank_in_a_join, 2, rank_0_holds_store=True).finish(limit=60.0)
     assert ended.statuses == [1, 1], ended
     assert "has not answered for" in ended.said and "has stopped (no heartbeat)" in ended.said, ended
 
