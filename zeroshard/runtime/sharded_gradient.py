@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
@@ -92,6 +93,8 @@ class ShardedGradient(Tensor):
         self._explain("map_")
 
     def untyped_storage(self) -> Any:
+        if TracingContext.try_get() is not None:  # the compiler looks at tensors that it has not seen
+            return super().untyped_storage()
         self._explain("untyped_storage")
 
     def storage(self) -> Any:
