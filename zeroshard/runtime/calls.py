@@ -89,20 +89,21 @@ class Around:
         self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
         self.of_after: Any = module._forward_hooks
-        self._attributes, self._call = vars(module), _call_that_ends(module, after)
-        self._attributes[_CALL] = self._call
+        self._module, self._call = weakref.ref(module), _call_that_ends(module, after)  # its hooks own this
+        vars(module)[_CALL] = self._call
 
     def take_off(self) -> None:
         self.of_before.pop(self.first, None)
         self.of_after.pop(self.last, None)
-        self._attributes.pop(_CALL, None)
+        self._reset_call()
 
     def put_on(self) -> None:
         """In front of all other hooks, and behind."""
         self.of_before[self.first] = self.before
         self.of_before.move_to_end(self.first, last=False)
         self.of_after[self.last] = self.after
-        self._attributes[_CALL] = self._call
+        if (module := self._module()) is not None:
+            vars(module)[_CALL] = self._call
 
     def hide_last(self) -> None:
         """Move the hook that hides to the end: hooks that the user has registered since may read the weights."""
@@ -112,7 +113,11 @@ class Around:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._attributes.pop(_CALL, None)
+        self._reset_call()
+
+    def _reset_call(self) -> None:
+        if (module := self._module()) is not None:
+            vars(module).pop(_CALL, None)
 
 
 _CALL = "_call_impl"
