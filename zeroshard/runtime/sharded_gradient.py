@@ -16,7 +16,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
@@ -84,21 +83,11 @@ class ShardedGradient(Tensor):
         with as_tensors():
             _living(self._unit_ref).parameters[self._index].grad = values.detach()
 
-    # These reach the memory, which holds no values, without a dispatch.
-
     def apply_(self, function: Callable[..., Any]) -> Tensor:
-        self._explain("apply_")
+        self._explain("apply_")  # torch writes to the memory, without a dispatch
 
     def map_(self, other: Tensor, function: Callable[..., Any]) -> Tensor:
         self._explain("map_")
-
-    def untyped_storage(self) -> Any:
-        if TracingContext.try_get() is not None:  # the compiler looks at tensors that it has not seen
-            return super().untyped_storage()
-        self._explain("untyped_storage")
-
-    def storage(self) -> Any:
-        self._explain("storage")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
