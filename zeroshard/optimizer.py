@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.outside_graphs import outside_graphs
 from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
+from zeroshard.model.room import with_room
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
@@ -34,6 +35,14 @@ from zeroshard.step.torch_optimizer import TorchOptimizer
 from zeroshard.step.uneven_inputs import UnevenInputs
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.storage.unit import Unit
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _called_in_loops(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a method that does much in a training loop."""
+    return outside_graphs(with_room(method))
 
 
 class ShardedOptimizer(TorchOptimizer):
@@ -161,7 +170,7 @@ class ShardedOptimizer(TorchOptimizer):
 
     # The loop ----------------------------------------------------------------------------------------------------
 
-    @outside_graphs
+    @_called_in_loops
     def backward(
         self, loss: Tensor, *, scaler: LossScaler | None = None, weight: float | None = None, **kwargs: Any
     ) -> None:
@@ -218,7 +227,7 @@ class ShardedOptimizer(TorchOptimizer):
         """
         self._clips.by_value(clip_value)
 
-    @outside_graphs
+    @_called_in_loops
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> StepResult:  # type: ignore[override]
         """Update main and weights from the reduced gradients, and free these. Collective. If no rank has any gradient,

@@ -18,6 +18,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import end_calls, running
 from zeroshard.model.outside_graphs import between_graphs
+from zeroshard.model.room import with_room
 from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -79,7 +80,10 @@ class Around:
         of_before, of_after: torch's ordered dicts with these hooks of the module, under the keys `first` and `last`.
     """
 
-    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+    def __init__(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *, is_whole: bool = False
+    ) -> None:
+        """`is_whole`: the module is the whole model."""
         self.before, self.after = before, after
         self._handles = (
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -89,7 +93,10 @@ class Around:
         self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
         self.of_after: Any = module._forward_hooks
-        self._module, self._call = weakref.ref(module), _call_that_ends(module, after)  # its hooks own this
+        self._module, self._call = (
+            weakref.ref(module),
+            _call_that_ends(module, after, is_whole=is_whole),
+        )  # its hooks own this
         vars(module)[_CALL] = self._call
 
     def take_off(self) -> None:
@@ -124,12 +131,12 @@ _CALL = "_call_impl"
 """What torch's `nn.Module.__call__` calls."""
 
 
-def _call_that_ends(module: nn.Module, after: Callable[..., None]) -> Callable[..., Any]:
+def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: bool) -> Callable[..., Any]:
     """A call of the module that runs the hook `after`, and gives inputs back, also if it is interrupted: for
-    KeyboardInterrupt and others that are no `Exception`, torch does not call hooks with `always_call`."""
+    KeyboardInterrupt and others that are no `Exception`, torch does not call hooks with `always_call`. `is_whole`: make
+    room for the calls inside."""
     of_module = weakref.ref(module)
 
-    @between_graphs
     def call(*args: Any, **kwargs: Any) -> Any:
         alive: Any = of_module()
         if torch.compiler.is_compiling():
@@ -145,7 +152,7 @@ def _call_that_ends(module: nn.Module, after: Callable[..., None]) -> Callable[.
                 after(alive, args, kwargs, None)
             raise
 
-    return call
+    return between_graphs(with_room(call) if is_whole else call)
 
 
 class Graph:

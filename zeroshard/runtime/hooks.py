@@ -30,6 +30,7 @@ from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
 from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
+from zeroshard.model.room import with_room
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed, Results
 from zeroshard.runtime.schedule import Schedule
@@ -72,7 +73,9 @@ class Hooks(NotCopied):
         self._removers += attach_casts(casts)
         self._removers += [hooks.remove for hooks in _around_lookers(self.schedule, modules, self._needs)]
         around = {
-            module: Around(module, _before(self.schedule, needed), _after(self.schedule, needed))
+            module: Around(
+                module, _before(self.schedule, needed), _after(self.schedule, needed), is_whole=module is model
+            )
             for module, needed in self._needs.items()
         }
         self._removers += [hooks.remove for hooks in around.values()]
@@ -123,7 +126,7 @@ class Hooks(NotCopied):
                 replaced = after(module, args, kwargs, output)
             return output if replaced is None else replaced
 
-        self.replace(module, name, wrapper)
+        self.replace(module, name, wrapper if begin is None else with_room(wrapper))
 
     def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of this module, until `detach`."""
