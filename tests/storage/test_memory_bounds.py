@@ -204,7 +204,7 @@ def found(rank: int, num_ranks: int, width: int, transport: str, steps: int = ST
 
     def notice(self: Collectives, *args: Any) -> None:
         init(self, *args)
-        live.shared = self.shared  # maps common memory while units are built
+        live.shared = getattr(self.transport, "memory", None)  # maps common memory while units are built
 
     Collectives.__init__ = notice  # type: ignore[method-assign]
     broadcast = Collectives.broadcast
