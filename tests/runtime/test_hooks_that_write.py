@@ -104,6 +104,81 @@ def test_hooks_that_write_nothing_change_nothing() -> None:
     run_ranks(in_turn(check, [(before, plan) for before in (False, True) for plan in PLANS]), 2)
 
 
+class Backwards(nn.Module):
+    """Its layers run in reverse, so backward comes to them in another order than that in which they are reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def test_hooks_of_a_unit_whose_weights_have_gone_before_it_is_reduced() -> None:
+    """Under ZERO3 that backward raised: what the hooks had seen was compared with weights that were not here."""
+
+    def check(rank: int, plan: zeroshard.placement.Plan) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Backwards()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        register(model, lambda _: put_twice)
+        for _ in range(2):
+            backward(model, rank)
+            optimizer.step()
+        weights = list(handle.full_state_dict().values())
+        register(model, step_by_hand)
+        with pytest.raises(RuntimeError, match="has been written to in a hook of a gradient"):
+            backward(model, rank)
+        handle.abandon()
+        return weights
+
+    for found in run_ranks(in_turn(check, PLANS), 2):
+        for weights in found[1:]:
+            assert all(map(torch.equal, weights, found[0]))
+
+
+def put_twice(one: Tensor) -> None:
+    assert one.grad is not None
+    one.grad = one.grad * 2
+
+
+def test_training_goes_on_after_an_error_at_the_end_of_a_backward() -> None:
+    """The reductions of that backward were never ended: the next ones raised, and so did `zero_grad`."""
+
+    def check(rank: int, plan: zeroshard.placement.Plan) -> None:
+        weights = []
+        for fails in (True, False):
+            torch.manual_seed(0)
+            model = Backwards()
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            if fails:
+                last = model.layers[4].weight
+                hook = last.register_post_accumulate_grad_hook(touch)
+                with pytest.raises(RuntimeError, match=r"layers\.4\.weight has been written to in a hook"):
+                    backward(model, rank)
+                hook.remove()
+                with pytest.raises(RuntimeError, match="the last backward has raised"):
+                    optimizer.step()
+                optimizer.zero_grad()
+            for _ in range(2):
+                backward(model, rank)
+                optimizer.step()
+            weights.append(torch.cat([value.flatten() for value in handle.full_state_dict().values()]))
+        assert torch.equal(*weights)
+
+    run_ranks(in_turn(check, PLANS), 2)
+
+
+@torch.no_grad()
+def touch(one: Tensor) -> None:
+    one.add_(0.0)  # the values are as before: training can go on
+
+
 @pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True")
 def test_gradients_with_a_graph_are_not_read_from_p_grad() -> None:
     """`loss.backward(create_graph=True)` leaves graphs in `p.grad` of plain torch. A penalty on `p.grad` once had no

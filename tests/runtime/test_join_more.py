@@ -17,7 +17,7 @@ import zeroshard
 from tests.grids import EVERYTHING, grid
 from tests.kit import NUM_RANKS, PLANS, Block, Net, loss_of_tokens, make, plans_of, same_bits, with_plans
 from tests.patience import HANG
-from tests.together import on_ranks
+from tests.together import in_turn, on_ranks
 from zeroshard.loss_scale import DynamicScale, LossScaler
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -334,6 +334,44 @@ def test_a_rank_without_inputs_after_a_backward_that_raised_or_after_freezing() 
         value = value.cpu()
         assert torch.equal(frozen[name], value) == name.startswith("0."), name
         assert not torch.equal(raised[name], value), name
+
+
+class Ordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def test_after_a_join_all_ranks_gather_ahead_alike() -> None:
+    """A rank without inputs did not learn in which order the layers run now. After the join it gathered others ahead
+    than its peers, and they waited for each other until the timeout. Nor did it forget a forward without a backward."""
+
+    def check(rank: int, skips: bool) -> dict[str, Tensor]:
+        model = make(Ordered)
+        handle = zeroshard.shard(model, zeroshard.ZERO3, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.01)
+
+        def step(*order: int) -> None:
+            model(torch.ones(3, 6) * rank, order).sum().backward()
+            optimizer.step()
+
+        step(0, 1, 2, 3, 4, 5)
+        with handle.join():
+            if skips:
+                model(torch.ones(3, 6), (3, 4))
+            for _ in range(rank if skips else 1 + rank):
+                step(0, 2, 1, 2, 3, 5, 4)
+        step(0, 2, 1, 2, 3, 5, 4)
+        step(0, 2, 1, 2, 3, 5, 4)
+        return handle.full_state_dict()
+
+    for of_case in zip(*run_ranks(in_turn(check, [False, True]), 2, collective_timeout=HANG), strict=True):
+        assert same_bits(*of_case)
 
 
 @on_ranks(2)

@@ -148,6 +148,27 @@ def test_a_state_is_a_name_for_where_values_are() -> None:
     run_ranks(check, 2)
 
 
+def test_a_gather_that_raises_as_it_begins_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward failed in an assertion ("not a borrower"), which hid the error of the connection."""
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(model := nn.Linear(8, 8), "zero3")
+        unit, collectives = handle.engine.units[0], handle.engine.collectives
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise RuntimeError("connection closed by rank 1")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(collectives, "all_gather", fails)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+                    model(torch.ones(2, 8))
+        assert unit.weights.state is Residency.SHARDED
+        model(torch.ones(2, 8))
+
+    run_ranks(check, 2)
+
+
 def _unit_and_collectives() -> tuple[Unit, Any]:
     handle = zeroshard.shard(nn.Linear(8, 8), "zero1")
     return handle.engine.units[0], handle.engine.collectives

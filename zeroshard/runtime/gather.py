@@ -48,6 +48,33 @@ def _during() -> During:
     return "backward" if in_backward() else "forward"
 
 
+class Order:
+    """Which unit followed which one last time.
+
+    [Note: prefetch order]
+    Prefetch the unit that followed this one last time, not the next one in the model: a forward may skip units, or run
+    them in another order. A unit that is called several times (embedding and head together) has several followers: if
+    it has come behind the unit before it already, what followed then counts. The choice must depend on nothing that
+    differs between ranks (time, what has arrived, or, after a join, which forwards a rank has run), or they would issue
+    gathers in different orders. If the order has changed this time, a gather starts late, or the prefetched unit loses
+    its buffer again; the values are right in any case.
+    """
+
+    def __init__(self) -> None:
+        self._followers: dict[tuple[During, Unit | None, Unit | None] | tuple[During, Unit | None], Unit | None] = {}
+        self._last: tuple[During, Unit | None, Unit | None] = ("forward", None, None)  # the last two units of a pass
+
+    def follow(self, unit: Unit, during: During) -> Unit | None:
+        """Note that the unit follows the last one. Returns the unit that followed it last time."""
+        before, _, previous = self._last
+        if before != during:  # nothing followed in that pass this time
+            self._followers[self._last] = self._followers[before, previous] = None
+            self._last, previous = (during, None, None), None
+        self._followers[self._last] = self._followers[during, previous] = unit
+        self._last = (during, previous, unit)
+        return self._followers.get(self._last, self._followers.get((during, unit)))
+
+
 class Gatherer:
     """Gathers and hides the weights of all units of a model.
 
@@ -58,8 +85,7 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units = units
         self.collectives = collectives
-        self._followers: dict[tuple[During, Unit | None, Unit | None] | tuple[During, Unit | None], Unit | None] = {}
-        self._last: tuple[During, Unit | None, Unit | None] = ("forward", None, None)  # the last two units of a pass
+        self._order = Order()
         self._protected: tuple[Unit, ...] = ()
         self._called: set[Unit] = set()  # units whose modules ran since their last update
         self._uncalled: set[Unit] = set()  # units updated twice without a call in between: other modules use them
@@ -178,10 +204,13 @@ class Gatherer:
         for unit in self.units:
             unit.weights.guard()
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, has_raised: bool = False) -> None:
+        """`has_raised`: what has raised may have written to weights that are shown."""
         self._protected = ()
         for unit in self.units:
             if unit.weights.is_passing:
+                if has_raised and unit.weights.shown:
+                    unit.weights.drop(may_be_written=True)
                 unit.weights.put_away(after_forward=False)
 
     @phase("step: updated", of_unit=True)
@@ -257,6 +286,14 @@ class Gatherer:
                 self._wait_for_readers()
                 unit.weights.show()
 
+    def forget_order(self) -> None:
+        """Forget which unit follows which, and drop what is gathered: the ranks have run different forwards (in a
+        join), and begin anew alike."""
+        self._order = Order()
+        for unit in self.units:
+            if unit.weights.is_passing:
+                unit.weights.drop()
+
     def finish(self) -> None:
         """Wait for all gathers in flight (for example a prefetch whose weights were not needed)."""
         self.read()
@@ -320,26 +357,9 @@ class Gatherer:
         weights.show()
         if unit.spec.is_part:
             return
-        self._follow(unit, during)
-        # [Note: prefetch order]
-        # Prefetch the unit that followed this one last time, not the next one in the model: a forward may skip units,
-        # or run them in another order. A unit that is called several times (embedding and head together) has several
-        # followers: if it has come behind the unit before it already, what followed then counts. The choice must
-        # depend on nothing that differs between ranks (time, what has arrived), or they would issue gathers in
-        # different orders. If the order has changed this time, a gather starts late, or the prefetched unit loses its
-        # buffer again; the values are right in any case.
-        follower = self._followers.get(self._last, self._followers.get((during, unit)))
+        follower = self._order.follow(unit, during)
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
-
-    def _follow(self, unit: Unit, during: During) -> None:
-        """Note that the unit follows the last one."""
-        before, _, previous = self._last
-        if before != during:  # nothing followed in that pass this time
-            self._followers[self._last] = self._followers[before, previous] = None
-            self._last, previous = (during, None, None), None
-        self._followers[self._last] = self._followers[during, previous] = unit
-        self._last = (during, previous, unit)
 
     def _start_parts(self, before: Unit | None, during: During) -> None:
         """Start to gather the root parts behind `before`."""

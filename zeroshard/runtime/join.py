@@ -76,6 +76,8 @@ class Join:
         self._give_meeting()
         while self._meet(active=False):
             self._follow_until_the_next_meeting()
+        for part in self._parts:
+            part.end()
 
     def close(self) -> None:
         for part in self._parts:
@@ -141,6 +143,10 @@ class Part:
                 voice.scalers[id(optimizer.agreement.losses.default)] = number
         self._hooks = [hook for number in range(len(self._optimizers)) for hook in self._watch(number)]
         engine.collectives.orders = voice
+
+    def end(self) -> None:
+        """All ranks have run out of inputs. They have run different forwards, and would gather ahead differently."""
+        self._engine.hooks.schedule.begin_alike()
 
     def close(self) -> None:
         self._engine.collectives.orders = None

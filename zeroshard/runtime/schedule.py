@@ -329,7 +329,7 @@ class Schedule(NotCopied):
         with torch.no_grad():
             adds = accumulated and self.reducer.abandon_backward()  # else gradients of earlier ones stay
         self._read_again.clear()
-        self.gatherer.end_backward()
+        self.gatherer.end_backward(has_raised=True)
         return adds
 
     def _forget(self) -> None:
@@ -339,6 +339,11 @@ class Schedule(NotCopied):
         self._recomputed, self._trains = None, False
         self._at.clear()
 
+    def begin_alike(self) -> None:
+        """Forget the forwards so far: the ranks have run different ones (in a join), and go on with the same ones."""
+        self._forget()
+        self.gatherer.forget_order()
+
     def _begin_anew(self) -> None:
         self._to_come.visits.clear()
         self._trail = Trail()
@@ -347,17 +352,19 @@ class Schedule(NotCopied):
     @called_by_torch
     def _end_backward(self) -> None:
         self.gatherer.collectives.come()
-        self._backward = None
+        backward, self._backward = self._backward, None
         self.running.end_backward()
         _forget_autocasts(self.gatherer.collectives.device)
         try:
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
-        finally:
-            accumulates, self.accumulates = self.accumulates, False
             self._forget()
-        if accumulates:
-            self.reducer.end_backward()
+            if self.accumulates:
+                self.reducer.end_backward()
+        except BaseException:
+            self._backward = backward  # as one that has raised before its end: it is abandoned
+            raise
+        self.accumulates = False
         self.gatherer.end_backward()
         self._show_what_is_read_again()
 

@@ -139,8 +139,12 @@ class Weights:
             # some slots does not send all of it, and the ranks would find that their weights differ.
             torch._foreach_zero_(padding)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
-        with _unseen():
-            self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
+        try:
+            with _unseen():
+                self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
+        except BaseException:  # a peer is gone, for example: these are SHARDED as before
+            self.buffer.detach()
+            raise
 
     def arrive(self, *, stale: bool = False) -> None:
         """GATHERING -> RESIDENT; no effect on RESIDENT weights. `stale`: the weights will not be used."""
@@ -159,12 +163,17 @@ class Weights:
         if not stale:
             self.versions.unguard()
 
-    def drop(self, *, forget: bool = False) -> None:
-        """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid."""
+    def drop(self, *, forget: bool = False, may_be_written: bool = False) -> None:
+        """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid.
+        `may_be_written`: what has been written to the full buffer is lost, without an error."""
         if self.buffer.is_arriving:
             # A posted receive writes into the buffer whenever its message arrives, even if another unit then occupies
             # the buffer. So it must complete here.
             self.arrive(stale=True)
+        if may_be_written and self._common is not None:
+            self._common.renew()
+        elif self.shown:
+            self.expect_unwritten_by_hooks()  # while the values can be compared
         self.hide()
         self.buffer.detach(forget=forget)
         self.buffer.become(SHARDED)
@@ -290,8 +299,7 @@ class Weights:
             if are_here:
                 give(parameter, buffer.views()[index])
             else:
-                why = "its handle was abandoned while they were divided over the ranks"
-                self.absent.lose(index, parameter, why)
+                self.absent.lose(index, parameter, "its handle was abandoned while they were divided over the ranks")
         self.shown, self._pointers = False, self.absent.pointers
         buffer.abandon()
 
