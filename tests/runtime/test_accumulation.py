@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.kit import NUM_RANKS, PLANS, State, make, plans_of, same_bits, with_plans
@@ -170,6 +171,42 @@ def test_plans_agree_where_backwards_under_no_sync_follow_a_reduction(num_ranks:
     def check(rank: int) -> None:
         first, *others = [mixed(rank, plan, 4, None) for plan in PLANS]
         assert all(same_bits(first, other) for other in others)
+
+    run_ranks(check, num_ranks)
+
+
+class Twice(nn.Module):
+    """Its layer gets two gradients in one backward: each of two reentrant checkpoints runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(20, 33), nn.Linear(33, 33)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: self.layer(torch.tanh(y)), x, use_reentrant=True)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
+def test_plans_agree_where_a_backward_adds_two_gradients_to_a_mean(num_ranks: int) -> None:
+    """ZeRO-2 and ZeRO-3 added the two to each other first, and DDP and ZeRO-1 each to the mean."""
+
+    def trained(rank: int, plan: Any, precision: Any) -> State:
+        model = make(Twice)
+        handle = zeroshard.shard(model, plan, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1, momentum=0.9)
+        for number in range(6):
+            model(torch.randn(5, 20, generator=torch.Generator().manual_seed(10 * rank + number))).backward()
+            if number % 3 == 2:
+                optimizer.step()
+        return handle.full_state_dict(main=True)
+
+    def check(rank: int) -> None:
+        for precision in (None, "bf16", MixedPrecision(FP32, BF16, None, FP32)):
+            first, *others = [trained(rank, plan, precision) for plan in PLANS]
+            assert all(same_bits(first, other) for other in others), precision
 
     run_ranks(check, num_ranks)
 

@@ -32,7 +32,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.buffer import NOTHING, FlatBuffer
 
 
 class GradState(Enum):
@@ -140,10 +140,15 @@ class Gradients:
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add one parameter's gradient (any shape-equal float tensor) to its slot, in the buffer's dtype."""
-        if index in self.stale:
-            self.stale.discard(index)
+        is_first, is_wider = index in self.stale, grad.dtype.itemsize > self.buffer.dtype.itemsize
+        self.stale.discard(index)
+        if is_first and not (self._carry and is_wider):
             self.buffer.put(index, grad)
         else:
+            if is_first:
+                self.buffer.clear(index)
+            if self._carry:
+                self._carry_to(index)
             self.buffer.add(index, grad)
         self.ready.add(index)
         self.present.add(index)
@@ -180,7 +185,9 @@ class Gradients:
             # The earlier mean is multiplied by the number of ranks, as the division after the sum divides it again.
             # Adding the two means afterwards would be simpler, but it rounds elsewhere than under the DDP plan, whose
             # bucket carries the sum itself (`open`): plans would differ. (Where several backwards add to the bucket,
-            # those of all plans carry it, as it is the first term there.)
+            # those of all plans carry it, as it is the first term there. So it is added before the second gradient of a
+            # slot in one backward, of a reentrant checkpoint that runs twice, for example; and before the first one, if
+            # that is rounded when it is added: `_carry_to`.)
             self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
             self.mean.rests,
@@ -190,6 +197,13 @@ class Gradients:
             portions=self._portions,
             reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas, look),
         )
+
+    def _carry_to(self, index: int) -> None:
+        """See [Note: reducing more than once]."""
+        if (mean := self.own_part(index)).numel():
+            world = self.buffer.layout.slots[index].world & self.buffer.own_interval
+            self.buffer.part(world).add_(mean.mul_(self.mean.num_ranks))  # rounds twice, as in `reduce`
+            mean.fill_(NOTHING)
 
     @property
     def is_of_all(self) -> bool:
