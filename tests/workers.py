@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 
 from tests.huge_pages import collapse
-from zeroshard.model.room import with_room
 
 
 def fork_workers(config: pytest.Config, count: int) -> None:
@@ -80,16 +79,16 @@ def _name(file: Path, root: Path) -> str:
 
 def _fork() -> subprocess.Popen[bytes]:
     from tests.forked import become
+    from zeroshard.model.room import with_room  # imports torch, whose loggers keep the stderr of that moment
 
     # preexec_fn runs between fork and exec. `become` never returns, so there is no exec. Whatever still holds the
     # stdout of this process writes to stderr: the worker's stdout is its connection.
-    worker = partial(become, _serve, dict(os.environ), old_stdout=2)
+    worker = partial(become, with_room(_serve), dict(os.environ), old_stdout=2)
     pipe = subprocess.PIPE
     # By default Popen restores what SIGPIPE and SIGXFSZ do without Python, which ignores them: they would end a test.
     return subprocess.Popen([sys.executable], stdin=pipe, stdout=pipe, preexec_fn=worker, restore_signals=False)
 
 
-@with_room
 def _serve() -> int:
     """Do what `python -c LINE` does, with the line that execnet sends."""
     logging.getLogger().handlers.clear()  # pytest's, which collect what the other process logs
