@@ -1,77 +1,131 @@
-"""Weights that are used in a block of `handle.unsharded()` inside of a forward, for a backward after the block.
+"""Weights that are used in a block of `handle.unsharded()`, for a backward after the block.
 
-Autograd saves a parameter as it is, not its values, and when backward reads it, they may be gone. So while such a block
-is open, hooks on what autograd saves keep the values: those that the block has gathered lie in memory of their own,
-which then lives as long as the graph.
+Autograd saves a parameter as it is, not its values, and when backward reads it, they may be gone. So while a block is
+open, hooks on what autograd saves keep the values: those that the block has gathered lie in memory of their own, which
+then lives as long as the graph.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch._C import _autograd
+from torch.autograd import graph
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.transforms import under_transform
 from zeroshard.storage.unit import Unit
 
+Packed = Any
+"""What a hook has made of a saved tensor."""
 
-def keeping(units: Iterable[Unit], every: Sequence[Unit]) -> AbstractContextManager[Any]:
-    """A scope inside of which autograd keeps the weights that it saves. Outside of grad mode, and where all weights
-    rest in full, it does nothing.
+
+def keeping(units: Iterable[Unit], every: Sequence[Unit]) -> AbstractContextManager[None]:
+    """A scope inside of which autograd keeps the weights that it saves. Where all weights rest in full, it does
+    nothing; where no graph is built, it costs nothing.
 
     Args:
         units: those that the block shows.
         every: of the model.
     """
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    if not torch.is_grad_enabled() or under_transform() or not allowed:
+    allowed = _autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if under_transform() or not allowed:
         return nullcontext()
     # Those of units that a running forward needs lie in pool buffers.
     apart = {unit for unit in units if unit.weights.is_between_forwards}
-    if not apart:
-        return nullcontext()
-    known = {
-        id(parameter): (unit, index)
-        for unit in every
-        if unit.weights.buffer.borrows
-        for index, parameter in enumerate(unit.parameters)
-    }
+    around = _autograd._top_saved_tensors_default_hooks(True)
+    if around is not None and isinstance(around[0], _Keeper):
+        apart |= around[0].apart  # of a block around this one
+    return _kept(_Keeper(apart, every, around)) if apart else nullcontext()
 
-    def pack(tensor: Tensor) -> _Values | _Place:
-        place = known.get(id(tensor))
-        if place is None:
-            return _Values(tensor, tensor._version)
-        unit, index = place
+
+class _Keeper:
+    """The hook that autograd calls with what it saves.
+
+    Attributes:
+        apart: units whose weights lie in memory of their own.
+    """
+
+    def __init__(self, apart: set[Unit], every: Sequence[Unit], around: tuple[Any, Any] | None) -> None:
+        """`around`: the hooks that were there before (checkpoints, `save_on_cpu`): they get all other tensors."""
+        self.apart, self._every, self._around = apart, every, around
+        self._known: dict[int, tuple[Unit, int]] | None = None  # made when it is first needed
+
+    def __call__(self, tensor: Tensor) -> Packed:
+        if self._known is None:
+            self._known = {
+                id(parameter): (unit, index)
+                for unit in self._every
+                if unit.weights.buffer.borrows
+                for index, parameter in enumerate(unit.parameters)
+            }
         with as_tensors():
-            return _Values(tensor.detach(), None) if unit in apart else _Place(weakref.ref(unit), index)
-
-    return saved_tensors_hooks(pack, _unpacked)
+            if (place := self._known.get(id(tensor))) is not None:
+                unit, index = place
+                if unit in self.apart:
+                    return _Weight.of(unit, index, tensor)
+                return _Place(weakref.ref(unit), index)
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and (place := self._known.get(id(base))) is not None and place[0] in self.apart:
+                return _Weight.of(*place, tensor)  # a view: its version is that of the parameter
+        if self._around is not None:
+            pack, unpack = self._around
+            return _Other(unpack, pack(tensor))
+        return _Values(tensor, tensor._version)
 
 
 @dataclass(frozen=True)
 class _Values:
-    """A tensor, and its version when it was saved: autograd does not compare it where there are hooks. (None: it is not
-    written to.)"""
+    """A tensor, and its version when it was saved: autograd does not compare it where there are hooks."""
 
     tensor: Tensor
-    version: int | None
+    version: int
 
     def get(self) -> Tensor:
-        if self.version not in (None, self.tensor._version):
-            raise InvalidState(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version "
-                f"{self.version} instead"
-            )
+        _expect_version(self.tensor, self.version, self.tensor._version)
         return self.tensor
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A tensor of the hooks around the block."""
+
+    unpack: Callable[[Any], Tensor]
+    packed: Any
+
+    def get(self) -> Tensor:
+        return self.unpack(self.packed)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The values of a parameter, or of a view of it, in memory of their own, and its version when it was saved."""
+
+    unit: weakref.ref[Unit]
+    index: int
+    values: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, unit: Unit, index: int, tensor: Tensor) -> _Weight:
+        # `data`: with a version of its own. That of the parameter is another one while its values are gone, and a
+        # gradient of a gradient saves these values once more.
+        return cls(weakref.ref(unit), index, tensor.data, unit.weights.versions.number(index))
+
+    def get(self) -> Tensor:
+        if (unit := self.unit()) is not None:
+            versions = unit.weights.versions
+            _expect_version(self.values, self.version, versions.number(self.index))
+            versions.kept[self.index] = torch._C._current_graph_task_id()
+        return self.values
 
 
 @dataclass(frozen=True)
@@ -95,5 +149,50 @@ class _Place:
             return unit.parameters[self.index].detach()
 
 
-def _unpacked(packed: _Values | _Place) -> Tensor:
-    return packed.get()
+def _expect_version(tensor: Tensor, saved: int, found: int) -> None:
+    if saved != found:
+        raise InvalidState(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+            f"tensor of shape {tuple(tensor.shape)} is at version {found}; expected version {saved} instead"
+        )
+
+
+def _unpacked(packed: Packed) -> Tensor:
+    return packed.get()  # type: ignore[no-any-return]
+
+
+_lock = threading.Lock()
+_num_scopes = 0
+_torch_disables = graph.disable_saved_tensors_hooks
+
+
+@contextmanager
+def _kept(keeper: _Keeper) -> Iterator[None]:
+    global _num_scopes
+    with _lock:
+        _num_scopes += 1
+        graph.disable_saved_tensors_hooks = _disable
+    try:
+        with graph.saved_tensors_hooks(keeper, _unpacked):
+            yield
+    finally:
+        with _lock:
+            _num_scopes -= 1
+            if not _num_scopes:
+                graph.disable_saved_tensors_hooks = _torch_disables
+
+
+@contextmanager
+def _disable(error_message: str) -> Iterator[None]:
+    """In place of torch's while a block is open: `torch.func.grad` and `vjp` refuse to run where there are hooks. They
+    run their backward at once, when the weights are here."""
+    taken: list[_Keeper] = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None and isinstance(top[0], _Keeper):
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append(top[0])
+    try:
+        with _torch_disables(error_message):
+            yield
+    finally:
+        for keeper in reversed(taken):
+            _autograd._push_saved_tensors_default_hooks(keeper, _unpacked)

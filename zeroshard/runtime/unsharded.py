@@ -12,7 +12,7 @@ Values written inside must be the same on every rank, or are taken from one rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -66,10 +66,9 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
     """See `Handle.unsharded`: a scope to read. Only entering is collective."""
     with _shown(units, engine.gatherer):
-        kept = keeping(units, engine.units) if engine.hooks.schedule.running else nullcontext()
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         try:
-            with kept:
+            with keeping(units, engine.units):
                 yield
         finally:  # also after an error, which would not be the one that is raised
             replaced = [put_back(unit) if not unit.weights.writers else {} for unit in units]
@@ -119,7 +118,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
             engine.expect_none_replaced()
 
         try:
-            with _open_for_writing(units):
+            with _open_for_writing(units), keeping(units, engine.units):
                 yield
             together(collectives, "unsharded", take, errors=(InvalidValue, InvalidState))
             _count_writes(units, writes, collectives)

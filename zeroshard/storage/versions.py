@@ -3,7 +3,8 @@
 [Note: versions of weights that are gone] A backward may come to a unit that no hook has gathered: its forward has left
 the result where no hook finds it. For a trained parameter, its gradient hook notices that. A frozen one has none, and
 the gradients of the units before would be wrong without an error. So while its values are gone, its version counter
-is another one: autograd compares the version of each saved tensor before it reads it, and raises.
+is another one: autograd compares the version of each saved tensor before it reads it, and raises. So it is after a
+scope, where a weight may have been used by itself, until the next gather.
 
 [Note: versions of new weights] Plain torch raises in the backward of a graph that has saved weights which a step, or a
 load, has overwritten since: their gradients would mix old activations with new weights. Here new values are written to
@@ -31,13 +32,18 @@ from zeroshard.storage.main_weights import have_same_bits
 
 
 class Versions:
-    """See the module's note."""
+    """See the module's note.
+
+    Attributes:
+        kept: slot -> the backward that last read values of it which a scope has kept (`kept_weights.py`).
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         self._here: tuple[int, ...] | None = None  # while guarded: the versions before
         self._renewals = [0] * len(self._parameters)
         self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
+        self.kept: dict[int, int] = {}
         self._num_hooks: dict[int, int] = {}  # slot -> how many hooks it had when its values were compared
 
     def guard(self) -> None:
@@ -67,6 +73,15 @@ class Versions:
         with as_tensors():
             versions = self._here or [parameter._version for parameter in self._parameters]
         return [*map(sub, versions, self._renewals)]
+
+    @property
+    def is_guarded(self) -> bool:
+        return self._here is not None
+
+    def number(self, slot: int) -> int:
+        """The version of a parameter, also while its values are gone."""
+        with as_tensors():
+            return self._here[slot] if self._here is not None else self._parameters[slot]._version
 
     def look(self, slot: int) -> None:
         """Hooks of the user are about to run for the gradient of this slot ([Note: writes of gradient hooks])."""

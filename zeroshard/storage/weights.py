@@ -191,6 +191,7 @@ class Weights:
         """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
         if self.buffer.borrows:
             self.drop(forget=True)
+            self.guard()
 
     def put_away(self, *, after_forward: bool = True) -> None:
         """Hide the parameters after a forward or backward. The values stay in the buffer until `drop`.
@@ -321,7 +322,10 @@ class Weights:
             RuntimeError: no hook has gathered them for this backward.
         """
         if not self.shown:
-            name = self.buffer.layout.slots[next(i for i, p in enumerate(self._parameters) if p is parameter)].name
+            index = next(i for i, p in enumerate(self._parameters) if p is parameter)
+            if self.versions.is_guarded or self.versions.kept.get(index) == torch._C._current_graph_task_id():
+                return  # autograd would have raised if it had read them; or a scope has kept them
+            name = self.buffer.layout.slots[index].name
             raise InvalidState(
                 f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
                 "outside of a forward of its modules (inside `with handle.unsharded():`): run the backward inside the "
