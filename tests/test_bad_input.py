@@ -490,6 +490,23 @@ def test_replaced_data_are_named(rank: int) -> None:
         run(rank, plan, once, nothing)
 
 
+@on_ranks(2)
+def test_data_that_are_turned_in_place_are_named(rank: int) -> None:
+    """`p.data.t()` has the address and the shape of a square weight: the model computed with it, in silence."""
+    for plan in (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2):
+        model = make(lambda: nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3)))
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        weight = model[1].weight
+        optimizer.backward(model(torch.ones(2, 5)).sum())
+        values, weight.data = weight.data, weight.data.t()
+        for call in (lambda model=model: model(torch.ones(2, 5)), optimizer.step):
+            with pytest.raises(RuntimeError, match=r"1\.weight have been replaced \(found strides \(1, 3"):
+                call()
+        weight.data = values
+        assert optimizer.step().applied
+
+
 # State and precision --------------------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,12 @@ class BufferLayout:
         """The slots (by index) with at least one element."""
         return frozenset(index for index, slot in enumerate(self.slots) if slot.world)
 
+    @cached_property
+    def turnable(self) -> tuple[int, ...]:
+        """The slots (by index) that keep their shape if two dimensions are exchanged, as square ones do."""
+        sizes = [[size for size in slot.shape if size > 1] for slot in self.slots]
+        return tuple(index for index, of_slot in enumerate(sizes) if len({*of_slot}) < len(of_slot))
+
     def portions(self, slots: Collection[int]) -> Portions:
         """The portions that contain these slots (by index); for all slots, the whole buffer with its padding."""
         if len(slots) == len(self.slots):

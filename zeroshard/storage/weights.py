@@ -388,10 +388,15 @@ class Weights:
             return
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
             found = [parameter.data_ptr() for parameter in self._parameters]
-        if found == self._pointers:
+            # `p.data = p.data.t()` leaves the address as it is. (The placeholder of an absent parameter is expanded.)
+            may_be_turned = self.buffer.layout.turnable if self.shown else ()
+            turned = may_be_turned and [i for i in may_be_turned if not self._parameters[i].is_contiguous()]
+        if found == self._pointers and not turned:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
-            if found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
+            if index in turned:
+                yield slot.name, f"found strides {parameter.stride()}; expected those of a contiguous tensor"
+            elif found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
                 kept = f"{self.buffer.dtype} on {self.buffer.shard.device}, in the buffer of the unit"
                 yield slot.name, f"found {parameter.dtype} on {parameter.device}, elsewhere; expected {kept}"
 
