@@ -325,12 +325,11 @@ class Weights:
             index = next(i for i, p in enumerate(self._parameters) if p is parameter)
             if self.versions.is_guarded or self.versions.kept.get(index) == torch._C._current_graph_task_id():
                 return  # autograd would have raised if it had read them; or a scope has kept them
-            name = self.buffer.layout.slots[index].name
             raise InvalidState(
-                f"backward: the values of parameter {name} are not here, and its gradient may be wrong. It was used "
-                "outside of a forward of its modules (inside `with handle.unsharded():`): run the backward inside the "
-                "same block, and open that around the forward. Or the loss uses a value from inside of unit "
-                f"{self._unit} that its modules' forward does not return (nor leave in attributes or inputs): return it"
+                f"backward: the values of parameter {self.absent.names[index]} are not here, and its gradient may be "
+                "wrong. It was used outside of a forward of its modules (inside `with handle.unsharded():`): run the "
+                "backward inside the same block, and open that around the forward. Or the loss uses a value from inside "
+                f"of unit {self._unit} that its modules' forward does not return (nor leave in attributes): return it"
             )
 
     @property
@@ -389,8 +388,8 @@ class Weights:
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
             found = [parameter.data_ptr() for parameter in self._parameters]
             # `p.data = p.data.t()` leaves the address as it is. (The placeholder of an absent parameter is expanded.)
-            may_be_turned = self.buffer.layout.turnable if self.shown else ()
-            turned = may_be_turned and [i for i in may_be_turned if not self._parameters[i].is_contiguous()]
+            squares = self.buffer.layout.turnable if self.shown else ()
+            turned = squares and [index for index in squares if not self._parameters[index].is_contiguous()]
         if found == self._pointers and not turned:
             return
         for index, (parameter, slot) in enumerate(zip(self._parameters, self.buffer.layout.slots, strict=True)):
