@@ -328,8 +328,8 @@ class Weights:
             raise InvalidState(
                 f"backward: the values of parameter {self.absent.names[index]} are not here, and its gradient may be "
                 "wrong. It was used outside of a forward of its modules (inside `with handle.unsharded():`): run the "
-                "backward inside the same block, and open that around the forward. Or the loss uses a value from inside "
-                f"of unit {self._unit} that its modules' forward does not return (nor leave in attributes): return it"
+                "backward inside the same block, and open that around the forward. Or the loss uses a value from "
+                f"inside of unit {self._unit} that its modules' forward does not return (nor leave in attributes): return it"
             )
 
     @property
