@@ -329,7 +329,8 @@ class Weights:
                 f"backward: the values of parameter {self.absent.names[index]} are not here, and its gradient may be "
                 "wrong. It was used outside of a forward of its modules (inside `with handle.unsharded():`): run the "
                 "backward inside the same block, and open that around the forward. Or the loss uses a value from "
-                f"inside of unit {self._unit} that its modules' forward does not return (nor leave in attributes): return it"
+                f"inside of unit {self._unit} that its modules' forward does not return (nor leave in attributes or "
+                "inputs): return it"
             )
 
     @property
@@ -387,8 +388,7 @@ class Weights:
             return
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
             found = [parameter.data_ptr() for parameter in self._parameters]
-            # `p.data = p.data.t()` leaves the address as it is. (The placeholder of an absent parameter is expanded.)
-            squares = self.buffer.layout.turnable if self.shown else ()
+            squares = self.buffer.layout.turnable if self.shown else ()  # placeholders are expanded
             turned = squares and [index for index in squares if not self._parameters[index].is_contiguous()]
         if found == self._pointers and not turned:
             return
