@@ -119,8 +119,8 @@ class BufferLayout:
 
     @cached_property
     def turnable(self) -> tuple[int, ...]:
-        """The slots (by index) that keep their shape if two dimensions are exchanged, as square ones do: `p.data = p.data.t()` also
-        keeps their address."""
+        """The slots (by index) that keep their shape if two dimensions are exchanged, as square ones do:
+        `p.data = p.data.t()` also keeps their address."""
         sizes = [[size for size in slot.shape if size > 1] for slot in self.slots]
         return tuple(index for index, of_slot in enumerate(sizes) if len({*of_slot}) < len(of_slot))
 
