@@ -13,7 +13,7 @@ transforms. `reads.py` finds such reads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -235,6 +235,19 @@ class Absent:
             if not torch._C._has_storage(tensor) or tensor.untyped_storage()._cdata != self._storage:
                 return None
             return int(tensor.storage_offset())
+
+    def expect_present(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Check that none of these tensors was taken from a parameter while it was absent. `values`: with their names.
+
+        Raises:
+            RuntimeError: one was.
+        """
+        for name, value in values:
+            if self.index_of(value) is not None:
+                raise InvalidState(
+                    f"functional_call: {name} has been taken from the model while its values were not here, and is "
+                    "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
+                )
 
 
 def give(parameter: Tensor, values: Tensor) -> None:

@@ -112,7 +112,7 @@ class Schedule(NotCopied):
         units, makes_graph = needed.units, torch.is_grad_enabled()
         given = given_tensors((module, *needed.inside))
         for unit in units if given else ():
-            unit.weights.expect_present(given)
+            unit.weights.absent.expect_present(given)
         begins = [unit for unit in units if unit.weights.is_between_forwards] if makes_graph else []
         if begins:
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))

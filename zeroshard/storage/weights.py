@@ -19,7 +19,7 @@ for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NoReturn
@@ -353,19 +353,6 @@ class Weights:
         if full is None or tensor.device != full.device or not torch._C._has_storage(tensor):
             return False
         return full.data_ptr() <= tensor.data_ptr() < full.data_ptr() + full.nbytes
-
-    def expect_present(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Check that none of these tensors was taken from a parameter while it was absent. `values`: with their names.
-
-        Raises:
-            RuntimeError: one was.
-        """
-        for name, value in values:
-            if self.absent.index_of(value) is not None:
-                raise InvalidState(
-                    f"functional_call: {name} has been taken from the model while its values were not here, and is "
-                    "NaN: take and use it inside `with handle.unsharded():`, or take it from handle.full_state_dict()"
-                )
 
     def expect_in_place(self) -> None:
         """Check that the parameters' data lie where this class has put them.
