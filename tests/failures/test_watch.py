@@ -310,22 +310,23 @@ def test_ordinary_scripts_under_torchrun(tmp_path: Path) -> None:
     ]
     with open(tmp_path / "said", "w+") as said:
         orphans = Forked([*launcher, "go on", str(tmp_path / "on")], stdout=said, stderr=subprocess.STDOUT)
-        raising, pipe = [*launcher, "raise", str(tmp_path / "raise")], subprocess.PIPE
-        done = Forked(raising, ranks=LastOfTwoAnInterpreter, stdout=pipe, stderr=pipe, text=True)
-        out, err = done.communicate()
-        ended = time.time()
-        assert done.returncode == 1
-        assert ended - float(out.split("at ")[1]) < AT_ONCE
-        first = err.index("zeroshard: rank 1 of 2 failed first:")
-        assert "ValueError: no such file: data/7" in err[first:]
-        ours = err.split("torch/distributed/elastic")[0]  # the rest is the launcher's output
-        assert ours.count("Traceback (most recent call last)") == 1
-
-        wait_until(lambda: len(list(tmp_path.glob("on-*"))) == 2 or orphans.poll() is not None)
-        ranks = psutil.Process(orphans.pid).children()
-        orphans.kill()
-        orphans.wait()
-        _, alive = psutil.wait_procs(ranks, timeout=AT_ONCE)
+        try:
+            raising, pipe = [*launcher, "raise", str(tmp_path / "raise")], subprocess.PIPE
+            done = Forked(raising, ranks=LastOfTwoAnInterpreter, stdout=pipe, stderr=pipe, text=True)
+            out, err = done.communicate()
+            ended = time.time()
+            wait_until(lambda: len(list(tmp_path.glob("on-*"))) == 2 or orphans.poll() is not None)
+        finally:
+            ranks = psutil.Process(orphans.pid).children()
+            orphans.kill()
+            orphans.wait()
+            _, alive = psutil.wait_procs(ranks, timeout=AT_ONCE)
         assert alive == []
         said.seek(0)
         assert "exits because the launcher is gone" in said.read()
+    assert done.returncode == 1
+    assert ended - float(out.split("at ")[1]) < AT_ONCE
+    first = err.index("zeroshard: rank 1 of 2 failed first:")
+    assert "ValueError: no such file: data/7" in err[first:]
+    ours = err.split("torch/distributed/elastic")[0]  # the rest is the launcher's output
+    assert ours.count("Traceback (most recent call last)") == 1
