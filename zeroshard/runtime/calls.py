@@ -93,10 +93,8 @@ class Around:
         self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
         self.of_after: Any = module._forward_hooks
-        self._module, self._call = (
-            weakref.ref(module),
-            _call_that_ends(module, after, is_whole=is_whole),
-        )  # its hooks own this
+        self._module = weakref.ref(module)  # its hooks own this
+        self._call = _call_that_ends(module, after, is_whole=is_whole)
         vars(module)[_CALL] = self._call
 
     def take_off(self) -> None:
