@@ -46,17 +46,18 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
 def called_by_torch(hook: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a function that only the engine of autograd calls: at no cost for a call, as there is one for each
     gradient, the function has a mark that the compiler reads before it compiles a call."""
-    return hook if _is_marked(hook, calls_too=True) else outside_graphs(hook)
+    return hook if _mark(hook, calls_too=True) else outside_graphs(hook)
 
 
 def between_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator of a function that is not compiled itself, while what it calls is."""
-    _is_marked(function, calls_too=False)
+    _mark(function, calls_too=False)
     return function
 
 
-def _is_marked(function: Callable[..., Any], *, calls_too: bool) -> bool:
-    """Whether the compiler skips the function now, and what it calls; False: torch has changed these private names."""
+def _mark(function: Callable[..., Any], *, calls_too: bool) -> bool:
+    """Let the compiler skip the function, and what it calls. Returns whether it does: torch may have changed these
+    private names."""
     try:
         from torch._C._dynamo import eval_frame
 
