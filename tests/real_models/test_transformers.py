@@ -20,6 +20,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, Outcome, beside_one_process, logs, make, same_bits, train, train_reference
 from tests.late import late
+from tests.patience import give_up_after
 from tests.together import in_turn
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
@@ -502,6 +503,8 @@ def test_generate_under_zero3_needs_one_of_the_two_remedies(tmp_path: Path) -> N
         torch.distributed.all_gather_object(lengths, len(expected))
         assert lengths[0] < lengths[1]
         zeroshard.shard(model, "zero3", units=ROWS["Llama"].block)
+        torch.distributed.barrier()
+        give_up_after(5.0)
         try:
             say(model, rank, options)
         except RuntimeError as error:
@@ -509,7 +512,7 @@ def test_generate_under_zero3_needs_one_of_the_two_remedies(tmp_path: Path) -> N
             raise
 
     with pytest.raises(RankError):
-        run_ranks(check, 2, collective_timeout=5)
+        run_ranks(check, 2)
     assert "its weights have not all arrived" in (tmp_path / "rank 1").read_text()
     assert "inside `with handle.unsharded():`" in (tmp_path / "rank 1").read_text()
     assert not (tmp_path / "rank 0").exists()  # rank 0 stopped earlier, without an error
