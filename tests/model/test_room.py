@@ -90,9 +90,11 @@ def most_in_training(rank: int, plan: str) -> list[int]:
 
     optimizer = zeroshard.ShardedOptimizer(handle, CountingSGD, lr=0.1)
 
+    x = torch.ones(1, 2)  # a thread of its own would not have the default device
+
     def step(call: Callable[[Tensor], Tensor]) -> int:
         model.found.clear()
-        optimizer.backward(call(torch.ones(1, 2)).sum())
+        optimizer.backward(call(x).sum())
         optimizer.step()
         assert len(model.found) >= 3, "forward, backward, step"
         return max(model.found)

@@ -204,7 +204,7 @@ def test_state_loads_into_an_optimizer_of_a_handle_where_more_is_frozen_now(rank
     of what is frozen now had no place in it, the error says what to do."""
     for plan in plans_of(0):
         model = build()
-        model.table = nn.Parameter(torch.arange(3, device="cpu"), requires_grad=False)
+        model.table = nn.Parameter(torch.arange(3, device=model[0].weight.device), requires_grad=False)
         handle = zeroshard.shard(model, plan, units=nn.Linear)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
         optimizer.backward(model[:3](batch(rank, 0)).square().mean())
@@ -219,7 +219,7 @@ def test_state_loads_into_an_optimizer_of_a_handle_where_more_is_frozen_now(rank
         assert same_bits(optimizer.state_dict()["state"][0], state["state"][0])
 
         model[2].bias.requires_grad_(False)
-        model.never = nn.Parameter(torch.ones(2, device="cpu"), requires_grad=False)
+        model.never = nn.Parameter(torch.ones(2, device=model[0].weight.device), requires_grad=False)
         handle.close()
         handle = zeroshard.shard(model, plan, units=nn.Linear)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)

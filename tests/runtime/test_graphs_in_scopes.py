@@ -235,7 +235,9 @@ def test_transforms_inside_of_a_scope_are_not_refused(rank: int) -> None:
         term = weight.square().sum()
         with pytest.raises(RuntimeError, match="hooks"), saved_tensors_hooks(lambda x: x, lambda x: x):
             torch.func.grad(value)(torch.ones(WIDTH))  # hooks of the user, as in plain torch
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation|values of parameter blocks.2.up.weight are not"
+    ):
         (before + found.sum()).backward()
     assert torch.equal(*torch.autograd.grad(term, weight), 2 * full_weight(handle, weight))
     with pytest.raises(RuntimeError, match="hooks"), saved_tensors_hooks(lambda x: x, lambda x: x):
