@@ -40,7 +40,7 @@ from tests.kit import (
 )
 from tests.model.test_graphs import cross_entropy, data
 from tests.together import Together, in_turn, on_ranks
-from zeroshard.model.trees import map_tensors, tensors_in
+from zeroshard.model.trees import replace_tensors, tensors_in
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 from zeroshard.runtime.calls import Needed
@@ -730,10 +730,14 @@ def test_tensors_are_found_wherever_they_are() -> None:
         assert [tensor is x for tensor in tensors_in(wrap(x))].count(True) == 1
         assert unwrap(wrap(x)) is x
     assert list(tensors_in([Frozen(Named(x, {"y": (y, "text", 3, None, Net)})), nn.Linear(2, 2)])) == [x, y]
-    mapped = map_tensors(lambda tensor: tensor + 1, {"a": Frozen(Named(x, {"y": [y]}))})["a"]
-    assert mapped.inner.hidden == 1 and mapped.inner.extra["y"][0] == 2 and mapped.note == "text"
+    record = Frozen(Named(x, {"y": [y]}))
+    assert replaced_in({"a": record})["a"] is record
+    assert record.inner.hidden == 1 and record.inner.extra["y"][0] == 2 and record.note == "text"
     attributes = Attributes(hidden=x, note="text")
-    mapped = map_tensors(lambda tensor: tensor + 1, [attributes])[0]
-    assert type(mapped) is Attributes and mapped == {"hidden": torch.ones(1), "note": "text"} and attributes.hidden is x
-    same = Named(x, {})
-    assert map_tensors(lambda tensor: tensor, [same])[0] is same and same.hidden is x
+    assert replaced_in((attributes,))[0] is attributes and attributes == {"hidden": torch.ones(1), "note": "text"}
+    same = (Named(x, {}),)
+    assert replace_tensors(lambda tensor: tensor, same, lambda *_: None) is same and same[0].hidden is x
+
+
+def replaced_in(tree: Any) -> Any:
+    return replace_tensors(lambda tensor: tensor + 1, tree, lambda *_: None)

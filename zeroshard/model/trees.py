@@ -1,8 +1,7 @@
-"""Finds and maps the tensors in a module's inputs and outputs: in pytrees, dataclasses and other objects."""
+"""Finds and replaces the tensors in a module's inputs and outputs: in pytrees, dataclasses and other objects."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,36 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-
-def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The tree with `fn` applied to its tensors. What contains nothing that changes stays the same object; the rest is
-    copied."""
-    kind = type(tree)
-    if kind in _SEQUENCES:  # `tree_map` takes ten times as long
-        parts = [map_tensors(fn, part) for part in tree]
-        if _are_same(parts, tree):
-            return tree
-        return deque(parts, tree.maxlen) if kind is deque else kind(parts)
-    if kind in _DICTS:
-        mapped = {key: map_tensors(fn, part) for key, part in tree.items()}
-        return tree if _are_same(mapped.values(), tree.values()) else copy.copy(tree) | mapped
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, _WITHOUT_TENSORS):
-        return tree
-    leaves, structure = pytree.tree_flatten(tree)
-    new = [_map_leaf(fn, leaf) for leaf in leaves]
-    return tree if _are_same(new, leaves) else pytree.tree_unflatten(new, structure)
-
-
 Replaced = Callable[[Any, Any, Any], None]
 """Called with a list, a dict or a dataclass in which something was replaced, what is there now, and what was there."""
 
 
 def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replaced, around: tuple[Any, ...] = ()) -> Any:
-    """As `map_tensors`, but lists, dicts and dataclasses stay the same objects: what changes in them is replaced
-    there. Tuples, and pytrees of other classes, are copied. `around`: the lists, dicts and dataclasses around the tree,
-    one of which it may be."""
+    """The tree with `fn` applied to its tensors. Lists, dicts and dataclasses stay the same objects: what changes in
+    them is replaced there. Tuples, and pytrees of other classes, are copied if something in them changes.
+
+    Args:
+        around: the lists, dicts and dataclasses around the tree, one of which it may be.
+    """
     kind = type(tree)
     if isinstance(tree, Tensor):
         return fn(tree)
@@ -97,25 +77,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _collect(tree, found, set())
     return found
-
-
-def _map_leaf(fn: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    put: Callable[[Any, Any, Any], None]
-    if isinstance(leaf, Tensor):
-        return fn(leaf)
-    if is_record(leaf):
-        before, put = fields_of(leaf), object.__setattr__  # also works for frozen dataclasses
-    elif isinstance(leaf, dict):
-        before, put = dict(leaf), dict.__setitem__
-    else:
-        return leaf
-    after = {name: map_tensors(fn, value) for name, value in before.items()}
-    if _are_same(pytree.tree_leaves(after), pytree.tree_leaves(before)):
-        return leaf
-    result = copy.copy(leaf)
-    for name, value in after.items():
-        put(result, name, value)
-    return result
 
 
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

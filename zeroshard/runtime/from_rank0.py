@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.together import together
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode
-from zeroshard.model.trees import map_tensors
 
 
 class FromRank0:
@@ -54,7 +54,7 @@ class FromRank0:
 
     def receive(self, tree: Any) -> Any:
         """A part of `state_dict` with the values of all its tensors. Collective: every rank must pass the same part."""
-        return map_tensors(self._receive, tree)
+        return pytree.tree_map_only(Tensor, self._receive, tree)
 
     def _keep(self, tensor: Tensor) -> str:
         self._tensors.append(tensor)
