@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.model.transforms import under_transform
 from zeroshard.storage.unit import Unit
 
-Packed = Any
-"""What a hook has made of a saved tensor."""
+Packed = Callable[[], Tensor]
+"""What the hook makes of a saved tensor: what returns it."""
 
 
 def keeping(units: Iterable[Unit], every: Sequence[Unit]) -> AbstractContextManager[None]:
@@ -68,85 +68,50 @@ class _Keeper:
                 for index, parameter in enumerate(unit.parameters)
             }
         with as_tensors():
-            if (place := self._known.get(id(tensor))) is not None:
-                unit, index = place
-                if unit in self.apart:
-                    return _Weight.of(unit, index, tensor)
-                return _Place(weakref.ref(unit), index)
             base = tensor._base if tensor._is_view() else None
-            if base is not None and (place := self._known.get(id(base))) is not None and place[0] in self.apart:
-                return _Weight.of(*place, tensor)  # a view: its version is that of the parameter
+            place = self._known.get(id(tensor)) or self._known.get(id(base))
+            if place is not None and (place[0] in self.apart or base is None):
+                unit, index = place
+                if unit not in self.apart:
+                    return partial(_in_pool, weakref.ref(unit), index)
+                # `data`: with a version of its own. That of the parameter, which a view has, too, is another one while
+                # its values are gone, and a gradient of a gradient saves these values once more.
+                version = unit.weights.versions.number(index)
+                return partial(_of_weight, weakref.ref(unit), index, tensor.data, version)
         if self._around is not None:
             pack, unpack = self._around
-            return _Other(unpack, pack(tensor))
-        return _Values(tensor, tensor._version)
+            return partial(unpack, pack(tensor))
+        return partial(_as_it_is, tensor, tensor._version)
 
 
-@dataclass(frozen=True)
-class _Values:
-    """A tensor, and its version when it was saved: autograd does not compare it where there are hooks."""
-
-    tensor: Tensor
-    version: int
-
-    def get(self) -> Tensor:
-        _expect_version(self.tensor, self.version, self.tensor._version)
-        return self.tensor
+def _as_it_is(tensor: Tensor, version: int) -> Tensor:
+    """A tensor that had this version when it was saved: autograd does not compare it where there are hooks."""
+    _expect_version(tensor, version, tensor._version)
+    return tensor
 
 
-@dataclass(frozen=True)
-class _Other:
-    """A tensor of the hooks around the block."""
-
-    unpack: Callable[[Any], Tensor]
-    packed: Any
-
-    def get(self) -> Tensor:
-        return self.unpack(self.packed)
-
-
-@dataclass(frozen=True)
-class _Weight:
+def _of_weight(reference: weakref.ref[Unit], index: int, values: Tensor, version: int) -> Tensor:
     """The values of a parameter, or of a view of it, in memory of their own, and its version when it was saved."""
-
-    unit: weakref.ref[Unit]
-    index: int
-    values: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, unit: Unit, index: int, tensor: Tensor) -> _Weight:
-        # `data`: with a version of its own. That of the parameter is another one while its values are gone, and a
-        # gradient of a gradient saves these values once more.
-        return cls(weakref.ref(unit), index, tensor.data, unit.weights.versions.number(index))
-
-    def get(self) -> Tensor:
-        if (unit := self.unit()) is not None:
-            versions = unit.weights.versions
-            _expect_version(self.values, self.version, versions.number(self.index))
-            versions.kept[self.index] = torch._C._current_graph_task_id()
-        return self.values
+    if (unit := reference()) is not None:
+        versions = unit.weights.versions
+        _expect_version(values, version, versions.number(index))
+        versions.kept[index] = torch._C._current_graph_task_id()
+    return values
 
 
-@dataclass(frozen=True)
-class _Place:
+def _in_pool(reference: weakref.ref[Unit], index: int) -> Tensor:
     """A parameter of a unit that a running forward needs. A hook gathers it for backward, if that comes to the forward
     first."""
-
-    unit: weakref.ref[Unit]
-    index: int
-
-    def get(self) -> Tensor:
-        unit = self.unit()
-        if unit is None or not unit.weights.shown:
-            name = "a parameter" if unit is None else f"parameter {unit.layout.slots[self.index].name}"
-            raise InvalidState(
-                f"backward: the values of {name} are not here. It was used inside of `with handle.unsharded():` in a "
-                "forward, and backward comes to that use when its unit is done: open the block around forward and "
-                "backward, or use the weight in a forward of its own module"
-            )
-        with as_tensors():
-            return unit.parameters[self.index].detach()
+    unit = reference()
+    if unit is None or not unit.weights.shown:
+        name = "a parameter" if unit is None else f"parameter {unit.layout.slots[index].name}"
+        raise InvalidState(
+            f"backward: the values of {name} are not here. It was used inside of `with handle.unsharded():` in a "
+            "forward, and backward comes to that use when its unit is done: open the block around forward and "
+            "backward, or use the weight in a forward of its own module"
+        )
+    with as_tensors():
+        return unit.parameters[index].detach()
 
 
 def _expect_version(tensor: Tensor, saved: int, found: int) -> None:
@@ -158,7 +123,7 @@ def _expect_version(tensor: Tensor, saved: int, found: int) -> None:
 
 
 def _unpacked(packed: Packed) -> Tensor:
-    return packed.get()  # type: ignore[no-any-return]
+    return packed()
 
 
 _lock = threading.Lock()
