@@ -1,4 +1,4 @@
-"""Distributes a plain optimizer's `state_dict` that only rank 0 has: its structure at once, its tensors on request.
+"""Distributes a state that only rank 0 has, of an optimizer or a module: its structure at once, tensors on request.
 
 The structure is small: hyper-parameters, names, shapes, and the values of one-element tensors (step counts). Larger
 tensors are broadcast one by one when they are requested, so that no rank holds more of them than it can use.

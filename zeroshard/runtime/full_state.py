@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
-from zeroshard.io.values import decode, encode
+from zeroshard.io.values import encode
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.storage.unit import Unit
@@ -154,20 +156,10 @@ def _compare(
 
 
 def _from_rank0(collectives: Collectives, value: Any) -> Any:
-    """Rank 0's extra state of a module. On the other ranks `value` is ignored."""
-    tensors: list[Tensor] = []
-
-    def store(tensor: Tensor) -> str:
-        tensors.append(tensor.to(collectives.device))
-        return str(len(tensors) - 1)
-
-    encoded = encode(value, store, "extra state")
-    kinds = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors]
-    encoded, kinds = collectives.exchange_objects([encoded, kinds])[0]
-    if collectives.mesh.world.rank != 0:
-        tensors = [torch.empty(shape, dtype=getattr(torch, of), device=collectives.device) for shape, of in kinds]
-    collectives.broadcast(tensors)
-    return decode(encoded, lambda name: tensors[int(name)])
+    """Rank 0's extra state of a module, on the model's device. On the other ranks `value` is ignored."""
+    source = FromRank0(collectives, {"": value}, lambda state: None)
+    received = source.receive(source.state_dict[""])
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(collectives.device), received)
 
 
 def _load_unit(
