@@ -23,6 +23,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.runtime.unsharded import expect_none_written
+from zeroshard.storage.buffer import Cut
 from zeroshard.storage.unit import Unit
 
 
@@ -179,7 +180,7 @@ def _broadcast(
     """Rank 0's values of one unit, in main's dtype."""
     dtype = unit.main.dtype
     full = torch.zeros(unit.layout.numel, dtype=dtype, device=unit.weights.own().device)
-    views = [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
+    views = Cut.of(full, unit.layout).slots
     for name, view in zip(of_unit, views, strict=True):
         if name is not None and name in given:
             view.copy_(given[name])

@@ -324,15 +324,13 @@ class Gatherer:
         unit.weights.arrive()
 
     @phase("read in full", of_unit=True)
-    def read_in_full(self, unit: Unit, *, main: bool = True) -> list[Tensor]:
+    def read_in_full(self, unit: Unit, *, main: bool) -> list[Tensor]:
         """Full values of each slot, in the parameter's shape: main's, or the weights' (always, for a frozen unit). They
         are valid only until the next unit is read. Collective."""
         if main and unit.trainable:
-            full = unit.gather_main(self.collectives)
-        else:
-            self.unshard(unit)
-            full = unit.weights.full
-        return [full[slot.world.slice].view(slot.shape) for slot in unit.layout.slots]
+            return unit.gather_main(self.collectives).views()
+        self.unshard(unit)
+        return unit.weights.buffer.views()
 
     def vacate(self, buffer: PoolBuffer) -> bool:
         """Drop the weights in a pool buffer. False if a running forward or an open scope needs them."""

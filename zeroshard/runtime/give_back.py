@@ -55,11 +55,11 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
     keeps = destination.includes(collectives.mesh.world.rank)
     for unit in units:
         in_place = not unit.trainable and unit.weights.is_resting_in_full
-        full = unit.weights.full if in_place else unit.gather_main(collectives)
-        unit.free()  # before the copies are made: `full` keeps itself alive
-        for index, (parameter, slot) in enumerate(zip(unit.parameters, unit.layout.slots, strict=True)):
+        full = (unit.weights.buffer if in_place else unit.gather_main(collectives)).views()
+        unit.free()  # before the copies are made: `full` keeps its memory alive
+        for index, parameter in enumerate(unit.parameters):
             if keeps:
-                give(parameter, destination.copy(full[slot.world.slice].view(slot.shape), unit.spec.dtype))
+                give(parameter, destination.copy(full[index], unit.spec.dtype))
             else:
                 unit.weights.absent.lose(index, parameter, "they were given back on rank 0 alone")
         del full  # before the next unit is read

@@ -24,7 +24,7 @@ from zeroshard.io.tensor_file import TensorFile, open_model
 from zeroshard.layout.interval import Interval
 from zeroshard.model.managed import Managed
 from zeroshard.model.units import plain_name
-from zeroshard.storage.unit import Unit
+from zeroshard.storage.unit import Unit, slices_of
 
 META = torch.device("meta")
 LOOKED_AT = 1024
@@ -84,7 +84,7 @@ def _initialize(
         for parameter, values in filled:
             if _is_set(values):
                 unit, index = place[id(parameter)]
-                unit.write_slot(index, partial(_part, values.reshape(-1)))
+                unit.write_slot(index, slices_of(values))
                 left.pop(id(parameter), None)
     together(collectives, "materialize", partial(_expect_all_set, model, sorted(left.values())))
 
@@ -178,10 +178,6 @@ def _is_set(tensor: Tensor) -> bool:
     if not tensor.dtype.is_signed:
         return True
     return not tensor.numel() or not bool((tensor == torch.iinfo(tensor.dtype).min).all())
-
-
-def _part(values: Tensor, param: Interval) -> Tensor:
-    return values[param.slice]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -106,9 +106,7 @@ class Unit:
         """Copy the parameters' values into main (exactly) and weights (rounded); then show the parameters if the
         weights rest in full, else hide them."""
         # Main first, and the own weights with it: `weights.fill` hides the parameters, and their values are gone.
-        for fragment in self.layout.fragments_in(self.updated):
-            parameter = self.parameters[self.slot_index(fragment.slot.name)]
-            self.write(fragment.world, parameter.detach().reshape(-1)[fragment.param.slice])
+        self.write_slots(self.parameters)
         self.weights.fill(self.main.round_into)
 
     @torch.no_grad()
@@ -121,11 +119,9 @@ class Unit:
 
     def write_slots(self, values: Sequence[Tensor | None]) -> None:
         """Set parameters from full values, in buffer order. None: unchanged."""
-        self.edits += 1
-        for fragment in self.layout.fragments_in(self.updated):
-            value = values[self.slot_index(fragment.slot.name)]
+        for index, value in enumerate(values):
             if value is not None:
-                self.write(fragment.world, value.reshape(-1)[fragment.param.slice])
+                self.write_slot(index, slices_of(value))
 
     def write(self, world: Interval, value: Tensor) -> None:
         """Set main, and the own weights with it, to `value` [world.numel], any float dtype, in an interval that this
@@ -154,14 +150,13 @@ class Unit:
             self.write(fragment.world, torch.where(changed, value.to(main.dtype), main))
             written.copy_(self.main.weights[fragment.local.slice])  # a scope around this one shows them
 
-    def gather_main(self, collectives: Collectives) -> Tensor:
-        """Main in full (of a frozen unit: the weights), [layout.numel], in a new tensor. Collective."""
+    def gather_main(self, collectives: Collectives) -> FlatBuffer:
+        """Main in full (of a frozen unit: the weights), in a new buffer. Collective."""
         gathered = self.new_buffer(self.main.dtype, self.plan.main if self.trainable else SHARDED)
-        assert gathered.full is not None
-        self.main.copy_to(gathered.full[self.updated.slice])
+        self.main.copy_to(gathered.part(self.updated))
         gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard")
         gathered.arrive()
-        return gathered.full
+        return gathered
 
     def free(self) -> None:
         """Free the storages of all three buffers for good. The parameters become absent: give them values at once."""
@@ -208,6 +203,12 @@ class Unit:
             "grads": self.grads.storages(),
             "main": self.main.storages(),
         }
+
+
+def slices_of(values: Tensor) -> Callable[[Interval], Tensor]:
+    """The argument of `Unit.write_slot` for values that are here in full."""
+    flat = values.reshape(-1)
+    return lambda param: flat[param.slice]
 
 
 def build_units(
