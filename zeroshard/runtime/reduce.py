@@ -378,4 +378,4 @@ class Reducer:
     def _open(self, unit: Unit, grads: Gradients) -> None:
         if unit not in self.local:
             self.collectives.give_order("open", unit.name)
-        self._reductions.open(unit, grads, for_several=unit in self.local)
+        self._reductions.open(unit, grads)

@@ -83,10 +83,10 @@ class Reductions:
             "reduce in every backward",
         )
 
-    def open(self, unit: Unit, grads: Gradients, *, for_several: bool) -> None:
-        """Give the unit a bucket: its gradients are about to be accumulated. `for_several`: see `Gradients.open`."""
+    def open(self, unit: Unit, grads: Gradients) -> None:
+        """Give the unit a bucket: its gradients are about to be accumulated."""
         if not grads.needs_bucket:
-            grads.open(for_several=for_several)
+            grads.open()
             return
         bucket = self._buckets.given(unit) or self._bucket_in_turn(unit, grads)
         if bucket is None:  # all buckets hold sums that are not reduced yet: under `no_sync`, or incomplete
@@ -94,7 +94,7 @@ class Reductions:
             bucket = self._buckets.give(unit, why)
             bucket.lasting = bucket.is_shared
         bucket.occupy(unit)
-        grads.open(bucket.tensor(unit.layout.numel, grads.buffer.dtype), for_several=for_several)
+        grads.open(bucket.tensor(unit.layout.numel, grads.buffer.dtype))
 
     def _bucket_in_turn(self, unit: Unit, grads: Gradients) -> PoolBuffer | None:
         """A bucket that is free, or the first that becomes free when reductions complete; None if there is none."""

@@ -304,13 +304,17 @@ class FlatBuffer:
         for held in (self.shard, self.full):
             held.fill_(NOTHING) if held is not None else None
 
-    def keep_own(self, factor: int) -> None:
-        """Let the full buffer be `NOTHING` but for the own interval, which is that of the shard, multiplied by
-        `factor`."""
+    def keep_own(self, factor: int) -> set[int]:
+        """Let the own interval of the full buffer be the shard, multiplied by `factor`, and the rest of the slots that
+        touch it `NOTHING`. Returns these slots."""
         assert self.full is not None, "the full buffer is not here"
-        self.full[: self.own_interval.start].fill_(NOTHING)
-        self.full[self.own_interval.stop :].fill_(NOTHING)
+        own, touched = self.own_interval, self.layout.slots_in(self.own_interval)
+        if touched:
+            first, last = self.layout.slots[touched[0]].world, self.layout.slots[touched[-1]].world
+            self.full[first.start : own.start].fill_(NOTHING)
+            self.full[own.stop : last.stop].fill_(NOTHING)
         torch.mul(self.shard, factor, out=self.own_part_of_full())
+        return set(touched)
 
     def part(self, world: Interval) -> Tensor:
         """The values of an interval: in the full buffer, if it is here, else in the shard."""

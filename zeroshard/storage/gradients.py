@@ -32,7 +32,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
-from zeroshard.storage.buffer import NOTHING, FlatBuffer
+from zeroshard.storage.buffer import FlatBuffer
 
 
 class GradState(Enum):
@@ -83,7 +83,6 @@ class Gradients:
         self._unit, self.buffer, self.mean = unit, buffer, mean
         self.is_apart = buffer.is_apart
         buffer.become(None)
-        self._carry = False
         self._reduced_before = False
         self.stale: set[int] = set()
         self.ready: set[int] = set()
@@ -113,12 +112,10 @@ class Gradients:
         """Whether the next accumulation has to borrow a full-size bucket first."""
         return self.buffer.full is None and self.buffer.borrows
 
-    def open(self, bucket: Tensor | None = None, *, for_several: bool = False) -> None:
-        """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter.
-        `for_several`: several backwards may add to it before it is reduced."""
+    def open(self, bucket: Tensor | None = None) -> None:
+        """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
         self._reduced_before = self.state is GradState.REDUCED
-        carries = self._reduced_before and self.mean.carries
         # A guest shard lies in a pool buffer, which may be the very bucket that is about to be written to.
         if self.buffer.is_guest:
             self.buffer.move()
@@ -126,11 +123,11 @@ class Gradients:
             self.buffer.attach(bucket)
         else:
             self.buffer.hold()
-        self._carry = carries and self.buffer.borrows and not for_several
-        if carries and (self.buffer.rests_in_full or for_several):  # keep the mean in the own interval, clear the rest
-            self.buffer.keep_own(self.mean.num_ranks)  # see [Note: reducing more than once]
-        else:
-            self.stale = set(range(len(self.buffer.layout.slots)))
+        self.stale = set(range(len(self.buffer.layout.slots)))
+        if self._reduced_before and self.mean.carries:
+            # The mean so far, multiplied by the number of ranks, as the division after the next sum divides it again.
+            # (Adding the two means afterwards would be simpler, but plans with the sum in one bucket round elsewhere.)
+            self.stale -= self.buffer.keep_own(self.mean.num_ranks)
         # Padding takes part in the reduction: old bytes of a borrowed or unparked bucket could be NaN there. (Unless it
         # lies between portions: then nothing but this makes it the same on all ranks.)
         if padding := self.buffer.padding():
@@ -140,15 +137,10 @@ class Gradients:
 
     def accumulate(self, index: int, grad: Tensor) -> None:
         """Add one parameter's gradient (any shape-equal float tensor) to its slot, in the buffer's dtype."""
-        is_first, is_wider = index in self.stale, grad.dtype.itemsize > self.buffer.dtype.itemsize
-        self.stale.discard(index)
-        if is_first and not (self._carry and is_wider):
+        if index in self.stale:
+            self.stale.remove(index)
             self.buffer.put(index, grad)
         else:
-            if is_first:
-                self.buffer.clear(index)
-            if self._carry:
-                self._carry_to(index)
             self.buffer.add(index, grad)
         self.ready.add(index)
         self.present.add(index)
@@ -180,15 +172,6 @@ class Gradients:
         self.buffer.hold()
         if self.buffer.borrows and not self._portions.is_whole:
             self._clear_between_portions()
-        if self._carry:
-            # [Note: reducing more than once]
-            # The earlier mean is multiplied by the number of ranks, as the division after the sum divides it again.
-            # Adding the two means afterwards would be simpler, but it rounds elsewhere than under the DDP plan, whose
-            # bucket carries the sum itself (`open`): plans would differ. (Where several backwards add to the bucket,
-            # those of all plans carry it, as it is the first term there. So it is added before the second gradient of a
-            # slot in one backward, of a reentrant checkpoint that runs twice, for example; and before the first one, if
-            # that is rounded when it is added: `_carry_to`.)
-            self.buffer.own_part_of_full().add_(self.buffer.shard.mul_(self.mean.num_ranks))
         self.buffer.redistribute(
             self.mean.rests,
             collectives,
@@ -197,13 +180,6 @@ class Gradients:
             portions=self._portions,
             reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas, look),
         )
-
-    def _carry_to(self, index: int) -> None:
-        """See [Note: reducing more than once]."""
-        if (mean := self.own_part(index)).numel():
-            world = self.buffer.layout.slots[index].world & self.buffer.own_interval
-            self.buffer.part(world).add_(mean.mul_(self.mean.num_ranks))  # rounds twice, as in `reduce`
-            mean.fill_(NOTHING)
 
     @property
     def is_of_all(self) -> bool:
@@ -250,13 +226,11 @@ class Gradients:
         """REDUCING -> REDUCED: wait for everything, also until the peers have read what this rank gave."""
         self._expect((GradState.REDUCING,), "wait for")
         self.buffer.release()
-        self._carry = False
 
     def arrive_in_part(self) -> None:
         """Wait for the sum over ranks. REDUCING -> REDUCED, unless exchanges follow. The scratch may be reused."""
         self._expect((GradState.REDUCING,), "wait for")
         self.buffer.arrive_in_part()
-        self._carry = False
 
     def settle(self) -> None:
         """A backward is over."""
@@ -288,7 +262,7 @@ class Gradients:
         for index in slots:
             if self.buffer.is_here:
                 self.buffer.clear(index)
-            if not self.buffer.is_here or self._carry:
+            else:
                 self.own_part(index).zero_()
 
     def assign(self, index: int, part: Tensor) -> None:

@@ -81,8 +81,8 @@ class SlotBuffer(FlatBuffer):
             self.clear(index)
         self._note_most()
 
-    def keep_own(self, factor: int) -> None:
-        """Everything is the own interval."""
+    def keep_own(self, factor: int) -> set[int]:
+        return set(range(len(self._tensors)))  # everything is the own interval, of the one rank
 
     def part(self, world: Interval) -> Tensor:
         parts = self.parts(world)
