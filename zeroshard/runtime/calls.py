@@ -274,18 +274,11 @@ class Entry:
         return node not in self.given and node._sequence_nr() >= self.next_node
 
 
-@dataclass(eq=False)
-class Results:
-    """What a call of a module has returned, and where else it may have left results."""
-
-    module: nn.Module
-    inputs: Any
-    output: Any
-
-    def left(self, modules: Iterable[nn.Module]) -> list[Tensor]:
-        """Results in the inputs (a list that they are appended to), and in attributes of these modules."""
-        kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-        return [*differentiable(self.inputs), *differentiable(kept)]
+def left_beside(inputs: Any, modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Where a call may have left results beside its output: in its inputs (a list that they are appended to), and in
+    attributes of these modules."""
+    kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
+    return [*differentiable(inputs), *differentiable(kept)]
 
 
 def without_views(output: Any, units: Sequence[Unit]) -> Any:

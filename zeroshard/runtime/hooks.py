@@ -32,7 +32,7 @@ from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
 from zeroshard.model.transforms import outside_transforms, under_transform
-from zeroshard.runtime.calls import Around, Needed, Results
+from zeroshard.runtime.calls import Around, Needed
 from zeroshard.runtime.schedule import Schedule
 from zeroshard.storage.unit import Unit
 
@@ -193,14 +193,13 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any,
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        results = Results(module, (args, kwargs), output)
         if not under_transform():
             with schedule.running.lock:
-                schedule.after_module(needed, results)
+                found = schedule.after_module(module, needed, (args, kwargs), output)
         else:
             with schedule.running.lock, outside_transforms():
-                schedule.after_module(needed, results, transformed=True)
-        return None if results.output is output else results.output
+                found = schedule.after_module(module, needed, (args, kwargs), output, transformed=True)
+        return None if found is output else found
 
     return hook
 

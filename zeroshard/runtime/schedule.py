@@ -20,11 +20,11 @@ from zeroshard.runtime.calls import (
     Graph,
     Graphs,
     Needed,
-    Results,
     ToCome,
     Trail,
     Visit,
     differentiable,
+    left_beside,
     without_views,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
@@ -123,24 +123,26 @@ class Schedule(NotCopied):
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
-    def after_module(self, needed: Needed, results: Results, *, transformed: bool = False) -> None:
-        """Hide units that no forward needs any more, replace views of their weights in `results.output`, and hook the
-        outputs that they have made: backward gathers the units again when it reaches these. See [Note: who made an
-        output]. `transformed`: a transform is active, which runs its own backward at once."""
+    def after_module(
+        self, module: nn.Module, needed: Needed, inputs: Any, output: Any, *, transformed: bool = False
+    ) -> Any:
+        """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
+        units again when it reaches these. See [Note: who made an output]. Returns the output, without views of their
+        weights. `transformed`: a transform is active, which runs its own backward at once."""
         self.gatherer.collectives.come()
         units = needed.units
         if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
-            return
+            return output
         evaluates, self._evaluates = self._evaluates, self._evaluates and bool(self.running)
         needed.end()
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         self._show_what_is_read_again()
         if not transformed:
-            results.output = without_views(results.output, free)
-        self.running.returned(units, results.output)
+            output = without_views(output, free)
+        self.running.returned(units, output)
         in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
         if not free and not in_scope:
-            return
+            return output
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
         if not torch.is_grad_enabled():
             if not self._to_come.visits:  # else the casts are those of a forward that backward will come to
@@ -148,7 +150,7 @@ class Schedule(NotCopied):
             inside = self.running.units() | self._at.keys()
             for unit in () if evaluates else free:
                 self._to_come.ran_without_grad(unit, inside)
-            return
+            return output
         if not in_backward():
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
@@ -159,11 +161,12 @@ class Schedule(NotCopied):
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, Graphs()) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
-        leaves = [*differentiable(results.output), *results.left(needed.reached)]
+        leaves = [*differentiable(output), *left_beside(inputs, needed.reached)]
         hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
-            left = results.left(results.module.modules())
+            left = left_beside(inputs, module.modules())
             self._hook(left, [visit for visit in visits if visit not in hooked], entries)
+        return output
 
     def _hook(
         self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
