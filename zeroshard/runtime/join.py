@@ -12,7 +12,7 @@ reductions, and updates its part of main with the others' hyper-parameters. So a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,15 +127,6 @@ class Part:
         self._engine, self._orders, self._voice, self._weight = engine, orders, voice, weight
         self._units = {unit.name: unit for unit in engine.units}
         self._optimizers: list[Owner] = engine.claims.owners()
-        self._acts: dict[str, Callable[..., None]] = {
-            "gather": self._gather,
-            "backward": self._begin_backward,
-            "open": self._open,
-            "reduce": self._reduce,
-            "end": self._end_backward,
-            "agree": self._agree,
-            "step": self._step,
-        }
         for number, optimizer in enumerate(self._optimizers):
             _expect_tellable(optimizer)
             voice.names[id(optimizer.agreement)] = number
@@ -184,9 +175,9 @@ class Part:
 
     @torch.no_grad()
     def act(self, what: str, arguments: Sequence[Any]) -> None:
-        """Carry out an order."""
+        """Carry out an order: it has the name of one of the methods below."""
         with span(f"join: {what}"):
-            self._acts[what](*arguments)
+            getattr(self, f"_{what}")(*arguments)
 
     def _gather(self, unit: str, during: During) -> None:
         """Take part in a gather, as a rank that runs the model does."""
@@ -195,7 +186,7 @@ class Part:
             weights.drop()
         self._engine.gatherer.start(self._units[unit], during)
 
-    def _begin_backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
+    def _backward(self, waiting: list[str], scale: float, weighted: bool) -> None:
         """`waiting`: units whose gradients are added to existing ones; those of all others are discarded. `scale`: of
         the loss."""
         reducer = self._engine.reducer
@@ -211,9 +202,9 @@ class Part:
         self._engine.reducer.open_empty(self._units[unit])
 
     def _reduce(self, unit: str) -> None:
-        self._engine.reducer.reduce_next(self._units[unit])
+        self._engine.reducer.reduce(self._units[unit])
 
-    def _end_backward(self) -> None:
+    def _end(self) -> None:
         self._engine.reducer.end_following()
 
     def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:

@@ -274,7 +274,7 @@ class Reducer:
                 if (look := self._origin_of(unit)) is not None:
                     look()  # the next backward adds to these gradients
             elif index >= self._cursor:
-                self._launch(unit)
+                self.reduce(unit)
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
         self._finish()
@@ -289,10 +289,6 @@ class Reducer:
         grads = self.grads[unit]
         if grads.state is not GradState.PARTIAL:
             self._open(unit, grads)
-
-    def reduce_next(self, unit: Unit) -> None:
-        """On a follower of a join: take part in the reduction of a unit."""
-        self._launch(unit)
 
     def end_following(self) -> None:
         """On a follower of a join: end the backward, without reducing further units."""
@@ -336,7 +332,7 @@ class Reducer:
                 grads = self.grads[unit]
                 if not grads.summed <= grads.ready or self.to_come.has(unit) or not self._may_start(unit):
                     return
-                self._launch(unit)
+                self.reduce(unit)
             self._cursor += 1
 
     def _may_start(self, unit: Unit) -> bool:
@@ -365,7 +361,8 @@ class Reducer:
         return self.origins.remember(unit, grads) if grads.state is GradState.PARTIAL else None
 
     @phase("reduce", of_unit=True)
-    def _launch(self, unit: Unit) -> None:
+    def reduce(self, unit: Unit) -> None:
+        """Start to reduce the unit, with zeros for missing gradients."""
         grads = self.grads[unit]
         self._take_all(unit)
         if grads.state is not GradState.PARTIAL:
