@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.paths import Modules
-from zeroshard.model.places import has_place, is_dense, place_of
+from zeroshard.model.places import has_place, is_dense, overlaps, place_of
 from zeroshard.model.trees import tensors_kept_by
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
@@ -99,13 +99,9 @@ def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
     Raises:
         ValueError: two tensors overlap: they would be trained apart.
     """
-    found = []
-    for name, tensor in {**parameters, **buffers}.items():
-        if has_place(tensor) and is_dense(tensor):
-            found.append((place_of(tensor).start, place_of(tensor).stop, name))
-    found.sort()
-    for (_, stop, name), (start, _, other) in pairwise(found):
-        if start < stop and (name in parameters or other in parameters):
+    named = {**parameters, **buffers}.items()
+    for name, other in overlaps((name, one) for name, one in named if has_place(one) and is_dense(one)):
+        if name in parameters or other in parameters:
             raise InvalidValue(
                 f"{name} and {other} have the same memory, and would be trained apart: tie weights by one parameter in "
                 "both places (b.weight = a.weight), which may be transposed in forward; or give one of them a copy"

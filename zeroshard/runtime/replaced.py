@@ -12,14 +12,13 @@ than at the beginning.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.places import has_place, place_of
+from zeroshard.model.places import has_place, overlaps
 from zeroshard.storage.unit import Unit
 
 Found = dict[int, Tensor]
@@ -114,10 +113,8 @@ def _expect_apart(units: Sequence[Unit], found: Sequence[Found], every: Iterable
     for name, data, view in replaced:
         if data.data_ptr() != view.data_ptr() and any(one.holds(data) for one in weights):
             _refuse(name, "another parameter")
-    places = sorted((place_of(data).start, place_of(data).stop, name) for name, data, _ in replaced)
-    for (_, stop, name), (start, _, other) in pairwise(places):
-        if start < stop:
-            _refuse(name, other)
+    for name, other in overlaps((name, data) for name, data, _ in replaced):
+        _refuse(name, other)
 
 
 def _refuse(name: str, other: str) -> None:
