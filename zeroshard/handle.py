@@ -382,8 +382,8 @@ class Handle(NotTheModel, NotCopied):
             )
 
     def _let_go_of_parameters(self) -> None:
-        for unit in self.engine.units:
-            give_up_parameters(unit.parameters)
+        for parameter in (parameter for unit in self.engine.units for parameter in unit.parameters):
+            _HANDLES.pop(parameter, None)
         while self._guards:
             self._guards.pop()()
 
@@ -399,8 +399,3 @@ def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None
     reference = weakref.ref(handle)
     for parameter in parameters:
         _HANDLES[parameter] = reference
-
-
-def give_up_parameters(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        _HANDLES.pop(parameter, None)

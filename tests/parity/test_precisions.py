@@ -162,7 +162,7 @@ def reduced_gradients(rank: int, precision: MixedPrecision) -> list[tuple[list[t
         for name, parameter in model.named_parameters():
             parameter.register_hook(partial(look, name))
         loss_of_tokens(model, rank, 0, 0).backward()
-        own = [unit.grads.piece(unit.own_shard()).clone() for unit in handle.engine.units]
+        own = [unit.grads.read(unit.own_shard()).clone() for unit in handle.engine.units]
         full = []
         for unit in handle.engine.units:
             term = torch.zeros(unit.layout.numel)

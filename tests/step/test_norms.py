@@ -110,7 +110,7 @@ def test_a_norm_that_counts_a_replica_twice_is_seen() -> None:
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, **SGD)
         optimizer.backward(loss_of_tokens(model, rank, 0, 0))
         norm = optimizer.clip_grad_norm_(1.0).item()
-        own = [unit.grads.piece(unit.own_shard()).double().square().sum() for unit in handle.engine.units]
+        own = [unit.grads.read(unit.own_shard()).double().square().sum() for unit in handle.engine.units]
         of_all = handle.engine.collectives.exchange(torch.stack(own)).sum().sqrt().item()
         assert of_all == pytest.approx(norm * math.sqrt(2), rel=1e-6)
 

@@ -88,7 +88,7 @@ def load(
     expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
     engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("load")
-    engine.expect_none_replaced()
+    engine.expect_known_parameters(also_added=False)
     engine.finish_background()
     engine.unfreeze()
     loading = _Load(engine, optimizers, extra, Path(directory).absolute())

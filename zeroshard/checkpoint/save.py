@@ -155,7 +155,7 @@ def save(
     expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
     engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("save")
-    engine.expect_none_replaced()
+    engine.expect_known_parameters(also_added=False)
     engine.finish_background()
     job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
     saving = Saving(step, job.run)

@@ -335,15 +335,12 @@ class Engine(NotCopied):
             self.unfreeze()
         return self
 
-    def expect_none_replaced(self) -> None:
-        """As `expect_known_parameters`, but others may have been added, for an evaluation."""
-        self.expect_known_parameters(also_added=False)
-
     def expect_known_parameters(self, *, also_added: bool = True) -> None:
         """Check that all parameters of the model are in its units.
 
         Raises:
-            RuntimeError: one is not. `also_added`: False: only if it has come in the place of another one.
+            RuntimeError: one is not. `also_added`: False: only if it has come in the place of another one (others may
+                have been added for an evaluation).
         """
         for name in self.plain.newcomers(self.units, also_added=also_added):
             raise InvalidState(

@@ -59,7 +59,7 @@ class Hooks(NotCopied):
         """
         model = modules[""]
         # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
-        self._keep(model.register_forward_hook(OutsideGraphs(self.schedule.after_model)))
+        self._removers.append(model.register_forward_hook(OutsideGraphs(self.schedule.after_model)).remove)
         self._needs[model] = Needed()  # also without units of its own: the hooks around it tell whether it runs
         for unit in self.schedule.gatherer.units:
             for path in unit.spec.modules:
@@ -91,7 +91,7 @@ class Hooks(NotCopied):
                     outer.inside[module] = around[module]
         self.hook_parameters(self.schedule.reducer.order)
         # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
-        self._keep(model.register_forward_pre_hook(_begin(self.schedule, begin), prepend=True))
+        self._removers.append(model.register_forward_pre_hook(_begin(self.schedule, begin), prepend=True).remove)
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
@@ -148,13 +148,6 @@ class Hooks(NotCopied):
         for needed in self._needs.values():  # a call may be running, and would put them back
             needed.inside.clear()
         self._needs.clear()
-
-    def _keep(self, handle: Any) -> None:
-        self._removers.append(handle.remove)
-
-
-def _reset_grad_dtype(parameter: nn.Parameter) -> None:
-    parameter.grad_dtype = parameter.dtype
 
 
 def _begin(schedule: Schedule, begin: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
@@ -272,7 +265,7 @@ def _hook_parameter(
     # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
     if unit.spec.widens_gradients:
         parameter.grad_dtype = unit.spec.precision.grad
-        yield partial(_reset_grad_dtype, parameter)
+        yield lambda: setattr(parameter, "grad_dtype", parameter.dtype)
 
 
 def _before_gradient(schedule: weakref.ref[Schedule], unit: Unit, parameter: Tensor) -> Callable[[Tensor], None]:

@@ -75,7 +75,7 @@ def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
         for unit, of_unit, (edits, writes) in zip(units, replaced, before, strict=True):
             if of_unit or unit.edits == edits:  # else an inner scope has accepted the write
                 _expect_not_written(unit, writes, of_unit)
-        engine.expect_none_replaced()
+        engine.expect_known_parameters(also_added=False)
 
 
 def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> None:
@@ -115,7 +115,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
 
         def take() -> None:
             take_over(units, [put_back(unit) for unit in units], tensors, engine.units)
-            engine.expect_none_replaced()
+            engine.expect_known_parameters(also_added=False)
 
         try:
             with _open_for_writing(units), keeping(units, engine.units):

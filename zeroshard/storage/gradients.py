@@ -304,21 +304,16 @@ class Gradients:
         if self.state is GradState.PARTIAL and index not in self.stale:
             self.buffer.views()[index].zero_()
 
-    def piece(self, world: Interval) -> Tensor:
-        """[world.numel] of the reduced gradient; `world` must lie in `held_interval`, and, where slots lie apart, in
-        one slot."""
-        return self.buffer.part(world)
-
     @property
     def held_in(self) -> torch.dtype | None:
         """The dtype of what `read` returns without scratch; None: `read` needs scratch."""
         return self.buffer.dtype
 
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
-        """[world.numel] of the reduced gradient: a view of the buffer, or, with `scratch` (any float dtype), a copy in
-        it (zeros if there is no gradient)."""
+        """[world.numel] of the reduced gradient, in `held_interval`: a view of the buffer (of one slot, where
+        slots lie apart), or, with `scratch` (any float dtype), a copy in it (zeros if there is no gradient)."""
         if scratch is None:
-            return self.piece(world)
+            return self.buffer.part(world)
         return scratch.zero_() if self.state is GradState.EMPTY else self.buffer.copy_to(world, scratch)
 
     def views(self, world: Interval) -> Sequence[Tensor]:

@@ -105,9 +105,14 @@ class Unit:
     def fill(self) -> None:
         """Copy the parameters' values into main (exactly) and weights (rounded); then show the parameters if the
         weights rest in full, else hide them."""
-        # Main first, and the own weights with it: `weights.fill` hides the parameters, and their values are gone.
         self.write_slots(self.parameters)
-        self.weights.fill(self.main.round_into)
+        if self.weights.buffer.rests_in_full:
+            for view, parameter in zip(self.weights.buffer.views(), self.parameters, strict=True):
+                self.main.round_into(view, parameter.detach())
+            self.weights.buffer.become(REPLICATED)
+            self.weights.show()
+        else:
+            self.weights.hide()  # last, as the parameters' values are gone then
 
     @torch.no_grad()
     def write_slot(self, index: int, values: Callable[[Interval], Tensor]) -> None:

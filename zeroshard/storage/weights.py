@@ -19,7 +19,7 @@ for the same reason: [Note: FSDP and autograd] in torch/distributed/fsdp/_fully_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any, NoReturn
@@ -95,23 +95,6 @@ class Weights:
             arriving = " and arriving" if buffer.is_arriving else ""
             raise InvalidState(f"unit {self._unit}: weights cannot be {found}{arriving}")
         return Residency.SHARDED
-
-    @torch.no_grad()
-    def fill(self, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Copy the values of the parameters into the buffer and show the parameters, if the weights rest in full; else
-        hide them: the own shard has been filled with main.
-
-        Args:
-            copy: copies values to a view of the buffer, and rounds them as main does: with a remainder, ties are
-                rounded differently than by `copy_`.
-        """
-        if self.buffer.rests_in_full:
-            for view, parameter in zip(self.buffer.views(), self._parameters, strict=True):
-                copy(view, parameter.detach())
-            self.buffer.become(REPLICATED)
-            self.show()
-        else:
-            self.hide()
 
     def gather(
         self,
