@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -47,14 +46,6 @@ class User(Protocol):
     def vacate(self, buffer: PoolBuffer) -> bool: ...
 
 
-class Memory(Protocol):
-    """Provides the storage of a pool buffer."""
-
-    def take(self) -> Tensor: ...
-
-    def give_back(self) -> None: ...
-
-
 class PoolBuffer:
     """One full-size storage of a pool.
 
@@ -63,16 +54,18 @@ class PoolBuffer:
         lasting: whether it stays held between steps, whatever its size.
     """
 
-    def __init__(self, pool: Pool, kind: Kind, num_bytes: int, user: User, memory: Memory) -> None:
+    def __init__(self, pool: Pool, kind: Kind, num_bytes: int, user: User, segment: Segment | None) -> None:
+        """`segment`: the memory, if peers map it."""
         self.kind, self.num_bytes = kind, num_bytes
         self.occupant: Any = None
         self.lasting = False
         self._guests: list[FlatBuffer] = []
-        self._memory = memory
+        self._device, self._segment = pool.device, segment
         # Weak: pool and user refer to their buffers. A cycle would keep full-size memory until the garbage collector
         # runs.
         self._pool_ref, self._user_ref = weakref.ref(pool), weakref.ref(user)
         self._bytes: Tensor | None = None
+        self._emptied: Tensor | None = None  # of a ring: the storage whose memory has been given back
         self._tensors: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @property
@@ -82,7 +75,7 @@ class PoolBuffer:
     @property
     def is_shared(self) -> bool:
         """Whether peers map it."""
-        return isinstance(self._memory, Segment)
+        return self._segment is not None
 
     @property
     def storage(self) -> Tensor:
@@ -91,10 +84,19 @@ class PoolBuffer:
             # Autograd refuses to save tensors that were made in inference mode, and this one, made in an evaluation, is
             # used by the training after it. (FSDP fails so if it is evaluated first: pytorch/pytorch#113203.)
             with torch.inference_mode(False):
-                self._bytes = self._memory.take()
+                self._bytes = self._take()
             if (pool := self._pool_ref()) is not None:
                 pool.took(self)
         return self._bytes
+
+    def _take(self) -> Tensor:
+        if self._segment is not None:
+            return self._segment.take()
+        if self._emptied is None:
+            return plain_bytes(self.num_bytes, self._device)
+        self._emptied.untyped_storage().resize_(self.num_bytes)
+        prefer_huge_pages(self._emptied)
+        return self._emptied
 
     def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel], from the front of the storage, held from now on. The same tensor object each time, until the buffer
@@ -139,13 +141,18 @@ class PoolBuffer:
 
     def give_back(self) -> None:
         """Give the memory back. The values are lost."""
-        if self._bytes is not None:
-            self._bytes = self.occupant = None
-            # Cached views keep their storage alive: drop them, or no memory is freed. Views of an `Emptied` storage
-            # stay, as autograd holds some of them, and they must be the same after the storage is refilled.
-            if not isinstance(self._memory, Emptied):
-                self._tensors.clear()
-            self._memory.give_back()
+        if self._bytes is None:
+            return
+        if self.kind == "ring":
+            # One storage for good, as autograd holds views of it: see [Note: storage that autograd holds] in
+            # `weights.py`.
+            self._emptied = self._bytes
+            self._emptied.untyped_storage().resize_(0)
+        else:
+            self._tensors.clear()  # these views would keep the memory; those of the user stay valid
+        self._bytes = self.occupant = None
+        if self._segment is not None:
+            self._segment.give_back()
 
 
 def plain_bytes(num_bytes: int, device: torch.device) -> Tensor:
@@ -155,42 +162,11 @@ def plain_bytes(num_bytes: int, device: torch.device) -> Tensor:
     return tensor
 
 
-class Plain:
-    """A new storage each time: a kept view of the previous one stays valid."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.take = partial(plain_bytes, num_bytes, device)
-
-    def give_back(self) -> None:
-        pass
-
-
-class Emptied:
-    """One storage for good, resized to zero while it is given back: from forward to backward autograd holds views of
-    it, and must find the weights there again."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._num_bytes, self._device = num_bytes, device
-        self._bytes: Tensor | None = None
-
-    def take(self) -> Tensor:
-        if self._bytes is None:
-            self._bytes = plain_bytes(self._num_bytes, self._device)
-        else:
-            self._bytes.untyped_storage().resize_(self._num_bytes)
-            prefer_huge_pages(self._bytes)
-        return self._bytes
-
-    def give_back(self) -> None:
-        if self._bytes is not None:
-            # See [Note: storage that autograd holds] in `weights.py`.
-            self._bytes.untyped_storage().resize_(0)
-
-
 class Pool:
     """All full-size buffers of one model.
 
     Attributes:
+        device: of all buffers.
         limit: the most bytes that all buffers and the optimizers' scratch may take (None: no limit).
         besides: returns the bytes of the optimizers' scratch.
         expect_units: raises if units of these specs would need more than the limit (`planner.check_limit`).
@@ -198,13 +174,13 @@ class Pool:
     """
 
     def __init__(self, collectives: Collectives, limit: int | None = None) -> None:
-        self._collectives, self._device = collectives, collectives.device
+        self._collectives, self.device = collectives, collectives.device
         self.limit = limit
         self.besides: Callable[[], int] = lambda: 0
         self.expect_units: Callable[[Sequence[UnitSpec]], None] = lambda specs: None
         self.most: dict[Kind, int] = {}
         self._buffers: list[PoolBuffer] = []
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             keep_freed_memory()
 
     def buffer(self, kind: Kind, num_bytes: int, user: User, why: str = "") -> PoolBuffer:
@@ -217,12 +193,10 @@ class Pool:
             RuntimeError: all buffers together would exceed the limit.
         """
         self.expect_room(num_bytes, why)
-        memory: Memory = (Emptied if kind == "ring" else Plain)(num_bytes, self._device)
         shared = self._collectives.transport.memory
-        if kind == "buckets" and shared is not None and num_bytes:
-            # One segment for good: peers map it once. Every peer would have to map a new segment in each backward.
-            memory = Segment(shared, num_bytes)
-        self._buffers.append(PoolBuffer(self, kind, num_bytes, user, memory))
+        # One segment for good: peers map it once. Every peer would have to map a new segment in each backward.
+        segment = Segment(shared, num_bytes) if kind == "buckets" and shared is not None and num_bytes else None
+        self._buffers.append(PoolBuffer(self, kind, num_bytes, user, segment))
         return self._buffers[-1]
 
     def expect_room(self, num_bytes: int, why: str, remedy: str = "choose smaller units") -> None:
@@ -239,7 +213,7 @@ class Pool:
         """Give back buffers that no phase needs until the next forward; `kinds`: only buffers of these kinds."""
         held = sorted(self.held(), key=lambda buffer: buffer.kind != "buckets")
         spare = [buffer for buffer in held if not buffer.lasting]
-        keep = kept(buffer.num_bytes for buffer in spare) if self._device.type == "cpu" else [False] * len(spare)
+        keep = kept(buffer.num_bytes for buffer in spare) if self.device.type == "cpu" else [False] * len(spare)
         for buffer, stays in zip(spare, keep, strict=True):
             if not stays and (buffer.kind in kinds or not kinds):
                 buffer.try_to_give_back()
