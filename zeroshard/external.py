@@ -55,12 +55,25 @@ class EngineOfParameters(Engine):
                 )
 
     def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> bool:
-        """Shard the parameters that begin to train. Collective; errors as of `shard_parameters`."""
-        new = newcomers(self, parameters)
-        if new:
-            self.take(new, handle)
-        note_untaken(self, parameters)
-        return bool(new)
+        """Shard the parameters that begin to train: they are not sharded yet, and require grad or have a gradient.
+        Collective; errors as of `shard_parameters`."""
+        wanted = {name: parameter for name, parameter in _wanted(parameters).items() if handle_of(parameter) is None}
+        found = self.collectives.exchange_objects(list(wanted), "a look at what requires grad")
+        for rank, theirs in enumerate(found):
+            if theirs != found[0]:
+                name = f"parameter number {min({*theirs} ^ {*found[0]}, key=int)}"
+                raise InvalidValue(
+                    f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on "
+                    "both. Freeze and unfreeze on every rank alike"
+                )
+        if wanted:
+            self.take(wanted, handle)
+        self.note_untaken(parameters)
+        return bool(wanted)
+
+    def note_untaken(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set `untaken`. `parameters`: all parameters of the optimizer."""
+        self.untaken = {name: p for name, p in _named(parameters).items() if handle_of(p) is None}
 
     def take(self, new: dict[str, nn.Parameter], handle: Handle) -> None:
         """Add parameters, by name, with rank 0's values. Collective; errors as of `shard_parameters`."""
@@ -115,43 +128,19 @@ def shard_parameters(parameters: Sequence[nn.Parameter], group: dist.ProcessGrou
     collectives = Collectives(Mesh.of(group, device_of(parameters)), CommLog())
     engine = EngineOfParameters(collectives)
     handle = Handle(engine)
-    engine.take({name: parameter for name, parameter in named(parameters).items() if is_wanted(parameter)}, handle)
-    note_untaken(engine, parameters)
+    engine.take(_wanted(parameters), handle)
+    engine.note_untaken(parameters)
     return handle
 
 
-def named(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+def _named(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
     """The parameters of an optimizer by name, which is the position."""
     return {str(position): parameter for position, parameter in enumerate(dict.fromkeys(parameters))}
 
 
-def note_untaken(engine: Engine, parameters: Iterable[nn.Parameter]) -> None:
-    """Set `engine.untaken`. `parameters`: all parameters of the optimizer."""
-    engine.untaken = {name: p for name, p in named(parameters).items() if handle_of(p) is None}
-
-
-def is_wanted(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def newcomers(engine: Engine, parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters that begin to train: they are not sharded yet, and require grad or have a gradient.
-    Collective.
-
-    Raises:
-        ValueError: on every rank: these parameters differ between ranks.
-    """
-    wanted = {name: p for name, p in named(parameters).items() if handle_of(p) is None and is_wanted(p)}
-    for rank, theirs in enumerate(
-        found := engine.collectives.exchange_objects(list(wanted), "a look at what requires grad")
-    ):
-        if theirs != found[0]:
-            name = f"parameter number {min({*theirs} ^ {*found[0]}, key=int)}"
-            raise InvalidValue(
-                f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on both. "
-                "Freeze and unfreeze on every rank alike"
-            )
-    return wanted
+def _wanted(parameters: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those of them that train."""
+    return {name: p for name, p in _named(parameters).items() if p.requires_grad or p.grad is not None}
 
 
 def _specs(named: dict[str, nn.Parameter], *, is_first: bool) -> Iterable[UnitSpec]:

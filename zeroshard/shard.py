@@ -43,7 +43,7 @@ from zeroshard.ready import (
 )
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.give_back import undo
-from zeroshard.runtime.materialize import META, Source, is_on_meta, move
+from zeroshard.runtime.materialize import META, Source, move
 from zeroshard.runtime.materialize import materialize as give_values
 from zeroshard.storage.unit import Unit, build_units
 
@@ -173,7 +173,7 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     expect_no_views(modules, parameters)
     if options.values not in ("broadcast", "check"):
         raise InvalidValue(f"values must be 'broadcast' or 'check', found {options.values!r}")
-    on_meta = is_on_meta([*parameters.values(), *buffers.values()])
+    on_meta = any(tensor.is_meta for tensor in (*parameters.values(), *buffers.values()))
     return _Chosen(model, plan, managed, parameters, buffers, specs, on_meta)
 
 

@@ -234,7 +234,6 @@ class Division:
     Attributes:
         owner: id of a parameter -> its unit ("" is the root unit, which also has parameters that several units use), or
             its root part.
-        order: unit -> its number.
     """
 
     def __init__(
@@ -258,7 +257,6 @@ class Division:
                         self.owner[number] = unit if self.owner[number] == unit else ""
                         self._users[number] += users
         self._parts: set[str] = set()  # the root parts
-        self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*groups.values(), ""]))}
         self._inside: dict[str, set[str]] = {path: set() for path in groups}  # units of all modules inside each
         for path, unit in groups.items():
             while path:
@@ -298,8 +296,12 @@ class Division:
             if sum(p.numel() * p.element_size() for p in own) > PART_BYTES:
                 self._parts.add(path)
                 self.owner.update(dict.fromkeys(map(id, own), path))
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Unit -> its number."""
         units = [path if path in self._parts else unit for path, unit in self._groups.items()]
-        self.order = {unit: number for number, unit in enumerate(dict.fromkeys([*units, ""]))}
+        return {unit: number for number, unit in enumerate(dict.fromkeys([*units, ""]))}
 
     def modules(self, unit: str, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
         """The modules whose forward needs these parameters of the unit."""

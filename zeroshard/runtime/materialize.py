@@ -32,10 +32,6 @@ LOOKED_AT = 1024
 Source = Callable[[nn.Module], None] | str | os.PathLike[str]
 
 
-def is_on_meta(tensors: Iterable[Tensor]) -> bool:
-    return any(tensor.is_meta for tensor in tensors)
-
-
 def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
     """Move a model from the meta device, or back to it. Parameters stay the same objects; off the meta device they are
     NaN and take no memory. Buffers are allocated, and hold what `_is_set` recognises as no values."""

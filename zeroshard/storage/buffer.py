@@ -76,24 +76,6 @@ class FlatBuffer:
 
     is_apart: ClassVar[bool] = False
 
-    __slots__ = (
-        "_allocate",
-        "_cut",
-        "_lasting",
-        "_storage",
-        "borrows",
-        "full",
-        "is_arriving",
-        "is_guest",
-        "layout",
-        "most",
-        "own_interval",
-        "pending",
-        "placement",
-        "rank",
-        "shard",
-    )
-
     def __init__(
         self,
         layout: BufferLayout,

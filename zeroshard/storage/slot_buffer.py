@@ -30,8 +30,6 @@ class SlotBuffer(FlatBuffer):
 
     is_apart: ClassVar[bool] = True
 
-    __slots__ = ("_fresh", "_nothing", "_places", "_tensors")
-
     def __init__(self, layout: BufferLayout, dtype: torch.dtype, resting: Placement, device: torch.device) -> None:
         assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
         allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
