@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from zeroshard.errors import InvalidValue
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.paths import Modules, first_paths, parent
-from zeroshard.model.trees import Replaced, parts_of, put_part, replace_tensors
+from zeroshard.model.trees import parts_of, put_part, replace_tensors
 from zeroshard.precision import NAMED, MixedPrecision, as_precision
 
 Remover = Callable[[], None]
@@ -187,7 +187,7 @@ def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
 def cast(output: Any, dtype: torch.dtype | None) -> Any:
     """What a module has returned, with its floating-point tensors cast to `dtype`; None: unchanged. In lists, dicts and
     dataclasses they are replaced: the module may have kept these, and add to them later."""
-    return output if dtype is None else _Call().cast_in(output, dtype, lambda *_: None)
+    return output if dtype is None else _Call().cast_in(output, dtype)
 
 
 def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -219,8 +219,8 @@ class Inputs:
             return args, kwargs
         call = _Call()
         self._traced.append(call) if torch.compiler.is_compiling() else running().append((self, call))
-        args = tuple([call.cast_in(one, dtype, call.replaced) for one in args])
-        kwargs = {name: call.cast_in(one, dtype, call.replaced) for name, one in kwargs.items()}
+        args = tuple([call.cast_in(one, dtype) for one in args])
+        kwargs = {name: call.cast_in(one, dtype) for name, one in kwargs.items()}
         return args, kwargs
 
     @called_by_torch
@@ -261,9 +261,9 @@ class _Call:
         self._tensors: dict[int, _CastTensor] = {}
         self._replaced: list[tuple[Any, Any, Any]] = []  # a container, what is there now, and what was there
 
-    def cast_in(self, tree: Any, dtype: torch.dtype, replaced: Replaced) -> Any:
+    def cast_in(self, tree: Any, dtype: torch.dtype) -> Any:
         """The tree with cast tensors: one for each, as modules compare tensors by `is` (attention)."""
-        return replace_tensors(lambda one: self._cast(one, dtype) if _differs(one, dtype) else one, tree, replaced)
+        return replace_tensors(lambda one: self._cast(one, dtype) if _differs(one, dtype) else one, tree, self._note)
 
     def _cast(self, one: Tensor, dtype: torch.dtype) -> Tensor:
         if torch.compiler.is_compiling():
@@ -273,7 +273,7 @@ class _Call:
             _copy_attributes(one, self._tensors[id(one)].copy)
         return self._tensors[id(one)].copy
 
-    def replaced(self, container: Any, now: Any, before: Any) -> None:
+    def _note(self, container: Any, now: Any, before: Any) -> None:
         self._replaced.append((container, now, before))
 
     def give_back(self) -> None:

@@ -101,15 +101,13 @@ class ShardedGradient(Tensor):
         first: Any = args[0] if args else None
         if func in SAME and isinstance(first, ShardedGradient):
             return first
-        if func in IN_PLACE and isinstance(first, ShardedGradient) and _are_scalars(args[1:], kwargs):
-            operands = [*args[1:], *kwargs.values()]
-            first._edit(lambda part: func(part, *args[1:], **kwargs), _name(func), operands)
-            return first
-        if func in EACH and all(isinstance(one, ShardedGradient) for one in args[0]) and _are_scalars(args[1:], kwargs):
-            for one in args[0]:
+        edited = [first] if func in IN_PLACE else args[0] if func in EACH else ()
+        if edited and all(isinstance(one, ShardedGradient) for one in edited) and _are_scalars(args[1:], kwargs):
+            of_one = EACH.get(func, func)
+            for one in edited:
                 operands = [*args[1:], *kwargs.values()]
-                one._edit(lambda part: EACH[func](part, *args[1:], **kwargs), _name(func), operands)
-            return None
+                one._edit(lambda part: of_one(part, *args[1:], **kwargs), _name(func), operands)
+            return first if func in IN_PLACE else None
         if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
             return [one._norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
         if func is _aten.linalg_vector_norm.default:
