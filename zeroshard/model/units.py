@@ -140,14 +140,11 @@ def in_order_of_reduction(units: Sequence[T]) -> list[T]:
     """The units in the order in which they are reduced: the last one first; but modules of the root that come behind
     other units (a head) only before the last of these. So they are reduced while the first block computes."""
     # [Note: the root in the order of reduction]
-    # A rank may leave out a module of the root (the projector for images), or use it at another time than others. If
-    # blocks run in reentrant checkpoints, this rank knows only at the end of its backward that the module gets no
-    # gradient, and until then it holds up all reductions behind that of the module. Its peers must not wait for these
-    # while it waits for a gather that they have not begun. So inside of a backward a rank starts the reductions of the
-    # root, and those behind the first of them, only when it has begun all gathers of this backward, and if it need not
-    # wait for one of them (`Reducer._may_start`). Only one unit that takes turns is behind them, so that no bucket is
-    # waited for either. As all ranks begin the last gather before the first of these reductions, even one communicator
-    # for both would do, or a GPU that runs the kernels of two communicators one after the other.
+    # A rank may leave out a module of the root, and then holds up the reductions behind that of the module until the
+    # end of its backward. Its peers must not wait for these while it waits for a gather that they have not begun. So
+    # inside of a backward a rank starts the reductions of the root, and those behind the first of them, only when it
+    # has begun all gathers, and if it need not wait for one of them (`Reducer._may_start`). Only one unit that takes
+    # turns is behind them, so that no bucket is waited for. (docs/design.md: "The root unit and its parts")
     first = next((number for number, unit in enumerate(units) if not unit.spec.of_root), len(units) - 1)
     early = [unit for unit in units[:first:-1] if unit.spec.of_root]
     others = [unit for unit in units[:first:-1] if not unit.spec.of_root]

@@ -4,11 +4,7 @@ fill u3 | reduce u3 ........ | fill u1     bucket 0      a bucket is free when i
         | fill u2 | reduce u2 ....         bucket 1      and on every peer that reads the bucket
 
 What follows a reduction (on a 2-D mesh the sum over replicas; under DDP the gather of the mean) goes on during
-backward, each exchange beside the computation of another unit:
-
-    reduce u4 | reduce u3 | reduce u2   | reduce u1   | reduce u0   | end: what is left
-              |           | replicas u4 | replicas u3 | replicas u2 |
-              |           |             | gather u4   | gather u3   |
+backward, each exchange beside the computation of another unit (docs/design.md, "What follows a reduction").
 
 [Note: the order of reductions]
 Ranks may complete units at different times, and wait for buckets at different times. But each exchange of a reduction
