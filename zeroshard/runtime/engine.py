@@ -295,7 +295,7 @@ class Engine(NotCopied):
         self.hooks.attach(modules, casts, self.before_forward)
 
     @phase("before forward")
-    def before_forward(self, module: nn.Module, args: object) -> None:
+    def before_forward(self) -> None:
         """Called before each forward of the model: agree on which parameters train, and check what the user may have
         changed since the last call.
 

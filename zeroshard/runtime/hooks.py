@@ -47,9 +47,7 @@ class Hooks(NotCopied):
         self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
         self._casts: dict[nn.Module, Cast] = {}
 
-    def attach(
-        self, modules: Modules, casts: Mapping[nn.Module, Cast], begin: Callable[[nn.Module, Any], None]
-    ) -> None:
+    def attach(self, modules: Modules, casts: Mapping[nn.Module, Cast], begin: Callable[[], None]) -> None:
         """Install all hooks.
 
         Args:
@@ -74,7 +72,11 @@ class Hooks(NotCopied):
         self._removers += [hooks.remove for hooks in _around_lookers(self.schedule, modules, self._needs)]
         around = {
             module: Around(
-                module, _before(self.schedule, needed), _after(self.schedule, needed), is_whole=module is model
+                module,
+                # `begin` is not stored here, as its object may own this schedule.
+                _before(self.schedule, needed, begin if module is model else None),
+                _after(self.schedule, needed),
+                is_whole=module is model,
             )
             for module, needed in self._needs.items()
         }
@@ -90,8 +92,6 @@ class Hooks(NotCopied):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]
         self.hook_parameters(self.schedule.reducer.order)
-        # Prepended last, so it runs first. `begin` is not stored here, as its object may own this schedule.
-        self._removers.append(model.register_forward_pre_hook(_begin(self.schedule, begin), prepend=True).remove)
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
@@ -100,7 +100,7 @@ class Hooks(NotCopied):
                 for index, parameter in enumerate(unit.parameters):
                     self._removers += _hook_parameter(weakref.ref(self.schedule), unit, index, parameter)
 
-    def wrap(self, module: nn.Module, name: str, begin: Callable[[nn.Module, Any], None] | None) -> None:
+    def wrap(self, module: nn.Module, name: str, begin: Callable[[], None] | None) -> None:
         """Make a method of a module gather the module's units and cast inputs and outputs, as a call of the module
         does.
 
@@ -109,14 +109,12 @@ class Hooks(NotCopied):
         """
         needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
         method = getattr(module, name)
-        before, after = _before(self.schedule, needed), _after(self.schedule, needed)
-        begin = None if begin is None else _begin(self.schedule, begin)
+        before, inside = _before(self.schedule, needed, begin), _before(self.schedule, needed, None)
+        after = _after(self.schedule, needed)
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if begin is not None and not self.schedule.running:
-                begin(module, args)
-            before(module, args, kwargs)
+            (inside if self.schedule.running else before)(module, args, kwargs)
             output, inputs = None, Inputs(casts.into)
             cast_args, cast_kwargs = inputs.cast(module, args, kwargs)
             try:
@@ -150,26 +148,20 @@ class Hooks(NotCopied):
         self._needs.clear()
 
 
-def _begin(schedule: Schedule, begin: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
-    """The pre-hook of the model."""
-
-    @OutsideGraphs
-    def hook(module: nn.Module, args: Any) -> None:
-        schedule.running.expect_alone(schedule.gatherer.units)
-        with schedule.running.lock:
-            begin(module, args)
-            schedule.begin_trail()
-
-    return hook
-
-
-def _before(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any], None]:
-    """The pre-hook that gathers."""
+def _before(
+    schedule: Schedule, needed: Needed, begin: Callable[[], None] | None
+) -> Callable[[nn.Module, Any, Any], None]:
+    """The pre-hook that gathers. `begin`: called before, if this is a call of the whole model."""
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         if needed.hooks is not None:
             needed.hooks.hide_last()
+        if begin is not None:
+            schedule.running.expect_alone(schedule.gatherer.units)
+            with schedule.running.lock:
+                begin()
+                schedule.begin_trail()
         if not under_transform():
             with schedule.running.lock:
                 schedule.before_module(module, needed, (args, kwargs))
