@@ -82,7 +82,8 @@ class EngineOfParameters(Engine):
         specs = list(_specs(new, is_first=not self.units))
         expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # before any broadcast
         self.collectives.broadcast([parameter.data for parameter in parameters])
-        self.add([*build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units))])
+        built = build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units))
+        self._work_with((*self.units, *built), self.pool)
         claim_parameters(handle, parameters)
         self.collectives.map_peers()
 

@@ -276,4 +276,4 @@ def _build(
             engine.gatherer.updated(unit)
         engine.gatherer.settle()
     modules, calls = modules_of(chosen.model), [path for unit in units for path in unit.spec.calls]
-    engine.attach(modules, casts_of(modules, Rules.of(options.precision), calls))
+    engine.hooks.attach(modules, casts_of(modules, Rules.of(options.precision), calls), engine.before_forward)

@@ -5,7 +5,7 @@ Optimizers, checkpoints and joins work on the engine. `handle.py` is its public 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -17,10 +17,8 @@ from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState
 from zeroshard.failures.positions import HERE
 from zeroshard.model.absent import NotCopied, as_tensors
-from zeroshard.model.casting import Cast
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
-from zeroshard.model.paths import Modules
 from zeroshard.model.right_call import expect_no_ddp_around, expect_no_recording
 from zeroshard.model.transforms import outside_transforms
 from zeroshard.placement import Plan
@@ -102,10 +100,6 @@ class Engine(NotCopied):
     def new_reducer(self) -> Reducer:
         """A reducer for the current units and pool."""
         return Reducer(self.units, self.collectives, self.pool, self.ledger)
-
-    def add(self, units: Sequence[Unit]) -> None:
-        """Add units without gradients of their own (OPTIMIZER_ONLY)."""
-        self._work_with((*self.units, *units), self.pool)
 
     @property
     def model(self) -> nn.Module:
@@ -289,10 +283,6 @@ class Engine(NotCopied):
         self.gatherer.settle()
         # After this exchange all peers have read this rank's shards, which lie in shared memory: the user may write.
         self.collectives.exchange_objects(None)
-
-    def attach(self, modules: Modules, casts: Mapping[nn.Module, Cast]) -> None:
-        """Install the hooks on the model. `modules`: those of the model."""
-        self.hooks.attach(modules, casts, self.before_forward)
 
     @phase("before forward")
     def before_forward(self) -> None:

@@ -110,24 +110,23 @@ class Weights:
             slots: for weights that rest in full: the slots that have changed since all were there; None: any.
         """
         self._expect(Residency.SHARDED, "gather")
-        if full is not None:
-            self.buffer.attach(full)
-            if self._common is not None and full is self.place:
-                self._common.begin()
-            else:
-                with _unseen():
-                    self.buffer.own_part_of_full().copy_(self.buffer.shard)
-        elif padding := self.buffer.padding():
-            # A step may have moved the padding, which lies in its pieces (Adam with eps=0 computes 0 / 0). A gather of
-            # some slots does not send all of it, and the ranks would find that their weights differ.
-            torch._foreach_zero_(padding)
         portions = self.buffer.layout.portions(slots) if slots is not None else None
-        try:
-            with _unseen():
+        with _unseen():
+            if full is not None:
+                self.buffer.attach(full)
+                if self._common is not None and full is self.place:
+                    self._common.begin()
+                else:
+                    self.buffer.own_part_of_full().copy_(self.buffer.shard)
+            elif padding := self.buffer.padding():
+                # A step may have moved the padding, which lies in its pieces (Adam with eps=0 computes 0 / 0). A gather
+                # of some slots does not send all of it, and the ranks would find that their weights differ.
+                torch._foreach_zero_(padding)
+            try:
                 self.buffer.redistribute(REPLICATED, collectives, unit=self._unit, phase=phase, portions=portions)
-        except BaseException:  # a peer is gone, for example: these are SHARDED as before
-            self.buffer.detach()
-            raise
+            except BaseException:  # a peer is gone, for example: these are SHARDED as before
+                self.buffer.detach()
+                raise
 
     def arrive(self, *, stale: bool = False) -> None:
         """GATHERING -> RESIDENT; no effect on RESIDENT weights. `stale`: the weights will not be used."""
