@@ -48,7 +48,10 @@ def parts_of(container: Any) -> list[tuple[Any, Any]]:
     """The parts of a list, a dict or a dataclass, with the index, key or field of each."""
     if isinstance(container, dict):
         return list(container.items())
-    return list(fields_of(container).items() if is_record(container) else enumerate(container))
+    if not is_record(container):
+        return list(enumerate(container))
+    names = [field.name for field in dataclasses.fields(container)]
+    return [(name, getattr(container, name)) for name in names if hasattr(container, name)]  # some may have no value
 
 
 def put_part(container: Any, name: Any, part: Any) -> None:
@@ -93,12 +96,6 @@ _OF_TORCH = vars(nn.Module()).keys()
 def is_record(value: Any) -> bool:
     """Whether it is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def fields_of(record: Any) -> dict[str, Any]:
-    """The fields that have a value."""
-    names = [field.name for field in dataclasses.fields(record)]
-    return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
 _WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))

@@ -110,7 +110,7 @@ class Reducer:
         """Discard the gradients of all other units."""
         for unit in self.order:
             if unit.name not in waiting:
-                unit.grads.consume(set(unit.grads.waiting))
+                unit.grads.consume()
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
         """Whether gradients wait for a step.
@@ -303,7 +303,7 @@ class Reducer:
         adds = self.origins.has_ended_backward
         self._finish()
         for unit, grads in self.grads.items():
-            grads.consume(set(grads.waiting))
+            grads.consume()
             unit.weights.versions.forget_looks()
             for parameter in unit.parameters:
                 parameter.grad = None

@@ -263,7 +263,7 @@ class VisibleGradients:
         if not any(self._shown.values()):
             self._ledger.discard_losses()
             for grads in self._grads.values():
-                grads.consume(set(grads.waiting))
+                grads.consume()
 
     def _find_other_memory(self) -> None:
         """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""
@@ -291,7 +291,7 @@ class VisibleGradients:
         if not grads.is_local and not grads.means_in_full:
             names = ", ".join(unit.layout.slots[index].name for index in sorted(slots))
             self._collectives.log.record("discard gradients", f"{unit.name}: {names}", "step", 0)
-        grads.consume(slots if shown else set(grads.waiting))
+        grads.consume(slots if shown else None)
         self.changed()
 
     # A gradient that no rank holds in full ---------------------------------------------------------------------------

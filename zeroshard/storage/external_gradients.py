@@ -47,7 +47,7 @@ class NoGradients:
     def sum_only(self, slots: set[int]) -> None:
         """Nothing is summed here."""
 
-    def consume(self, slots: Collection[int]) -> None:
+    def consume(self, slots: Collection[int] | None = None) -> None:
         """There is nothing to consume."""
 
     def free(self) -> None:

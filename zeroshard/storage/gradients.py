@@ -247,10 +247,11 @@ class Gradients:
             self.buffer.release()
         self.buffer.free()
 
-    def consume(self, slots: set[int]) -> None:
-        """Drop the gradients of these slots: a step has used them, or they are discarded."""
+    def consume(self, slots: set[int] | None = None) -> None:
+        """Drop the gradients of these slots (None: all): a step has used them, or they are discarded."""
         if self.state is GradState.EMPTY:
             return
+        slots = set(self.waiting) if slots is None else slots
         self.present -= slots
         self.waiting -= slots
         if not self.waiting:
