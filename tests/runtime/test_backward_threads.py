@@ -22,7 +22,7 @@ from tests.kit import PLANS, Block, Job, Net, Outcome, plans_of, same_bits, trai
 from tests.model.test_graphs import Skips, one_loss
 from zeroshard.model import units
 from zeroshard.placement import Plan
-from zeroshard.runtime.calls import Entry, made_by
+from zeroshard.runtime.calls import Entry
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -150,7 +150,7 @@ def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> No
 
 def test_numbers_of_nodes_alone_do_not_say_who_made_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what the engine once did. Today it notices that the weights are those of another unit."""
-    monkeypatch.setattr(Entry, "has_made", lambda self, output: made_by(output)._sequence_nr() >= self.next_node)
+    monkeypatch.setattr(Entry, "has_made", lambda self, output: output.grad_fn._sequence_nr() >= self.next_node)
     with pytest.raises(RankError, match=r"the values of parameter blocks\.2\.\S+ are not here"):
         run_on_threads({"segments": PLANS[3:]})
 

@@ -254,11 +254,11 @@ class Entry:
     """
 
     next_node: int
-    given: frozenset[Node]
+    given: frozenset[Node | None]
 
     @classmethod
     def of(cls, inputs: Any) -> Self:
-        return cls(torch._C._autograd._get_sequence_nr(), frozenset(made_by(t) for t in differentiable(inputs)))
+        return cls(torch._C._autograd._get_sequence_nr(), frozenset([one.grad_fn for one in differentiable(inputs)]))
 
     def has_advanced(self) -> bool:
         """Whether any node has been made since."""
@@ -270,8 +270,8 @@ class Entry:
         # made it, just before backward uses it: gradients from another unit's weights, without an error. Sequence
         # numbers alone are not enough: each thread counts for itself (pytorch/pytorch#52180), so a recomputed forward
         # may have lower numbers.
-        node = made_by(output)
-        return node not in self.given and node._sequence_nr() >= self.next_node
+        node = output.grad_fn
+        return node is not None and node not in self.given and node._sequence_nr() >= self.next_node
 
 
 def left_beside(inputs: Any, modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -306,11 +306,6 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
             "dict or a dataclass, in which the view is replaced by a copy"
         )
     return output
-
-
-def made_by(tensor: Tensor) -> Node:
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn
 
 
 def differentiable(output: Any) -> list[Tensor]:
