@@ -358,6 +358,33 @@ def test_a_forward_without_a_backward_changes_nothing_where_ranks_use_other_para
     run_ranks(check, 2, collective_timeout=HANG)
 
 
+def test_a_loss_that_one_rank_alone_has_kept() -> None:
+    """The others had dropped theirs, and reduced each unit at its first visit in the next backward. The rank with the
+    loss reduced it behind the last one, and they waited for each other."""
+
+    def train(rank: int, plan: Any, keeps: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        log = []
+        for step in range(3):
+            loss = loss_of(model, rank, step + 10)
+            if rank == keeps:
+                log.append(loss)  # without `detach`
+            del loss
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return list(handle.full_state_dict().values())
+
+    def check(rank: int) -> None:
+        expected = train(rank, "ddp", -1)
+        for keeps in range(3):
+            assert all(map(torch.equal, train(rank, "zero3", keeps), expected)), keeps
+
+    run_ranks(check, 2, collective_timeout=HANG)
+
+
 # Memory that two tensors share ----------------------------------------------------------------------------------------
 
 

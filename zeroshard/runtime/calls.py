@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.packets import on_device
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import end_calls, running
@@ -160,9 +162,6 @@ class Graph:
 MOST_VISITS = 8
 """At most this many visits of each module that needs units are remembered until a backward."""
 
-Graphs = weakref.WeakSet[Graph]
-"""Those of some calls that are not gone."""
-
 
 @dataclass(eq=False)
 class Visit:
@@ -171,27 +170,44 @@ class Visit:
     Attributes:
         around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
             through the same graph that begins at an output of this unit, so they are shown again with it.
-        graphs: those of its trail; empty if its call raised. Not only those of its own outputs, which may not be in the
-            graph of this rank: ranks must agree on what may come.
+        trail: that it is in; None if its call raised, and for a forward in a scope.
     """
 
     unit: Unit
     around: Sequence[Unit]
-    graphs: Graphs
+    trail: Trail | None
 
     @property
     def may_come(self) -> bool:
-        """Whether a backward may come to it. Not if all graphs are gone: a forward without a backward."""
-        return bool(self.graphs)
+        """Whether a backward may come to it."""
+        return self.trail is not None and not self.trail.is_gone
 
 
 class Trail:
     """The visits of one call of the model, and of calls of its parts until the next one, in order. See [Note: the trail
-    of a backward] in `schedule.py`."""
+    of a backward] in `schedule.py`.
+
+    Attributes:
+        graphs: those of its outputs that are not gone on this rank.
+        is_gone: whether the graphs are gone on every rank: forwards without a backward.
+    """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
-        self.graphs = Graphs()
+        self.graphs = weakref.WeakSet[Graph]()
+        self.is_gone = False
+
+
+def find_gone(trails: Sequence[Trail], collectives: Collectives) -> None:
+    """At the beginning of a backward: find out which of several forwards may come, on any rank."""
+    # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each looked
+    # at its own graphs, they would reduce at different places between the gathers, and wait for each other. Followers
+    # of a join have none to ask: there, all may come.
+    several = [trail for trail in trails if trail.visits]
+    if len(several) > 1 and collectives.orders is None:
+        alive = on_device([len(trail.graphs) for trail in several], collectives.device)
+        for trail, count in zip(several, collectives.add_up(alive, "a backward after several forwards"), strict=True):
+            trail.is_gone = not count
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from zeroshard.runtime.calls import (
     MOST_VISITS,
     Entry,
     Graph,
-    Graphs,
     Needed,
     ToCome,
     Trail,
     Visit,
     differentiable,
+    find_gone,
     left_beside,
     without_views,
 )
@@ -155,11 +155,11 @@ class Schedule(NotCopied):
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around = self.running.around()
-        visits = [Visit(unit, around, self._trail.graphs if end is End.RETURNED else Graphs()) for unit in free]
+        visits = [Visit(unit, around, self._trail if end is End.RETURNED else None) for unit in free]
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
-        visits = [*visits, *(Visit(unit, around, Graphs()) for unit in in_scope)]
+        visits = [*visits, *(Visit(unit, around, None) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
         leaves = [*differentiable(output), *left_beside(inputs, needed.reached)]
         hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
@@ -179,7 +179,7 @@ class Schedule(NotCopied):
             if made:
                 hooked.update(made)
                 leaf.register_hook(partial(self._on_output_grad, made, trail, graph))  # type: ignore[no-untyped-call]
-        if any(visit.graphs is trail.graphs for visit in hooked):
+        if any(visit.trail is trail for visit in hooked):
             trail.graphs.add(graph)
         return hooked
 
@@ -216,7 +216,7 @@ class Schedule(NotCopied):
             self.gatherer.expect_to_stay(staying)
             self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
-            if trail not in self._listed and any(visit.graphs is trail.graphs for visit in visits):
+            if trail not in self._listed and any(visit.trail is trail for visit in visits):
                 self._listed.append(trail)
                 self._to_come.visits[:0] = trail.visits  # it is older than those that are listed
             waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
@@ -296,6 +296,8 @@ class Schedule(NotCopied):
             # of a reentrant checkpoint, it would run at the end of that one, in the middle of the outer backward
             # (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if not any(unit.weights.scopes for unit in self.gatherer.units):  # in a scope, a rank may run it alone
+                find_gone(self._listed, self.gatherer.collectives)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
                 if not accumulates:
