@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
@@ -121,8 +122,11 @@ def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) ->
             of_storage.setdefault(one.untyped_storage().data_ptr(), []).append((place_of(one), name))
     for path, module in modules.items():
         for attribute, tensor in tensors_kept_by(module):
-            # (`spectral_norm` leaves a view, which it replaces in each forward.)
-            if id(tensor) in known or not has_place(tensor) or f"{attribute}_orig" in module._parameters:
+            # (`spectral_norm` leaves a view, which it replaces in each forward. So do RNNs with the list of their
+            # weights, if any of these is parametrized: it is another tensor in each.)
+            is_replaced = f"{attribute}_orig" in module._parameters
+            is_replaced = is_replaced or (attribute == "_flat_weights" and is_parametrized(module))
+            if id(tensor) in known or not has_place(tensor) or is_replaced:
                 continue
             for place, name in of_storage.get(tensor.untyped_storage().data_ptr(), ()):
                 if max(place.start, (mine := place_of(tensor)).start) < min(place.stop, mine.stop):

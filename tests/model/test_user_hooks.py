@@ -49,12 +49,25 @@ def normed(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
+class Recurrent(nn.Module):
+    """Its list of weights holds the one that was normed, until the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = parametrizations.weight_norm(nn.LSTM(WIDTH, WIDTH), "weight_hh_l0")
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x)[0])  # type: ignore[no-any-return]
+
+
 WRAPS: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": normed(nn.utils.spectral_norm),
     "weight norm": normed(nn.utils.weight_norm),
     "parametrized: spectral norm": normed(parametrizations.spectral_norm),
     "parametrized: weight norm": normed(parametrizations.weight_norm),
     "parametrized: orthogonal": normed(parametrizations.orthogonal),
+    "parametrized: weight norm of an LSTM": Recurrent,
 }
 
 
