@@ -392,3 +392,41 @@ def test_a_backward_that_raised_leaves_nothing_that_a_save_or_parking_would_miss
         optimizer.zero_grad()
         handle.park()
         handle.unpark()
+
+
+class Rooted(nn.Module):
+    """A module called as the root unit is; norms of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.root = nn.Linear(4, 4), nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.root(self.inner(x))  # type: ignore[no-any-return]
+
+
+def same_name(kind: type[nn.Module]) -> type[nn.Module]:
+    return type("Norm", (kind,), {})
+
+
+@on_ranks(2)
+def test_orders_of_a_join_reach_the_unit_that_is_meant(rank: int) -> None:
+    """Units were found by names that others had, too."""
+    rms, layer = same_name(nn.RMSNorm), same_name(nn.LayerNorm)
+    cases: list[tuple[Any, Any]] = [
+        (nn.Sequential, None),
+        (None, MixedPrecision(torch.bfloat16, keep=(rms, layer))),
+        (None, {rms: "fp32", layer: "fp32", "*": "bf16"}),
+    ]
+    for plan in PLANS:
+        for units, precision in cases:
+            model = make(Rooted)
+            model.root[0], model.root[2] = rms(4), layer(4)
+            handle = zeroshard.shard(model, plan, units=units, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.01)
+            with handle.join():
+                for _ in range(1 + rank):
+                    model(torch.ones(3, 4)).sum().backward()
+                    optimizer.step()
+            names = [unit.name for unit in handle.engine.units]
+            assert len(names) == len(set(names)), names

@@ -57,8 +57,9 @@ class Rules:
     def of(cls, precisions: Precisions) -> Rules:
         if not isinstance(precisions, Mapping):
             record = as_precision(precisions)
-            kept = [(kind, "kept", NAMED["fp32"]) for kind in (record.keep if record is not None else ())]
-            return cls._numbered([*kept, ("*", "", record)])
+            kept = Region(0, "kept", NAMED["fp32"])  # one, so that modules of several classes form one unit
+            keep = record.keep if record is not None else ()
+            return cls((*((kind, kept) for kind in keep), ("*", Region(1, "", record))))
         if not precisions:
             raise InvalidValue(
                 'precision: a dict without a pattern. Write {"*": "bf16"} for the whole model, or None for its '
@@ -74,10 +75,6 @@ class Rules:
                     "precision: beside patterns, name what is kept in fp32 by a pattern of its own, in front"
                 )
             rules.append((pattern, pattern if isinstance(pattern, str) else pattern.__name__, record))
-        return cls._numbered(rules)
-
-    @classmethod
-    def _numbered(cls, rules: Iterable[tuple[Pattern, str, MixedPrecision | None]]) -> Rules:
         return cls(tuple((pattern, Region(i, label, record)) for i, (pattern, label, record) in enumerate(rules)))
 
     def regions(self, modules: Modules) -> dict[str, Region]:

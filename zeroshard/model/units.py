@@ -199,11 +199,11 @@ def choose_units(
     for name, parameter in parameters.items():
         key = division.owner[id(parameter)], parameter.dtype, parameter.requires_grad, regions[id(parameter)]
         members.setdefault(key, {})[name] = parameter
-    parts, specs = Counter(unit for unit, *_ in members), list[UnitSpec]()
+    parts, specs, names = Counter(unit for unit, *_ in members), list[UnitSpec](), Counter[str]()
     for (unit, dtype, trainable, region), mine in sorted(members.items(), key=lambda item: division.order[item[0][0]]):
         needing = division.modules(unit, mine.values())
         spec = UnitSpec(
-            name=_one_of_several(unit, dtype, trainable, region) if parts[unit] > 1 else unit or "root",
+            name=_apart(_one_of_several(unit, dtype, trainable, region) if parts[unit] > 1 else unit or "root", names),
             names=tuple(mine),
             shapes=tuple(tuple(parameter.shape) for parameter in mine.values()),
             dtype=dtype,
@@ -223,6 +223,12 @@ def _one_of_several(unit: str, dtype: torch.dtype, trainable: bool, region: Regi
     """The name of one of the units that the same modules form."""
     marks = [str(dtype).removeprefix("torch."), *["frozen"] * (not trainable), region.label]
     return f"{unit or 'root'} ({', '.join(filter(None, marks))})"
+
+
+def _apart(name: str, names: Counter[str]) -> str:
+    """The name, with a number if another unit has it: a module may be called "root", and two classes alike."""
+    names[name] += 1
+    return name if names[name] == 1 else f"{name} ({names[name]})"
 
 
 class Division:
