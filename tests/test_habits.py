@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -381,6 +382,36 @@ def test_a_loss_that_one_rank_alone_has_kept() -> None:
         expected = train(rank, "ddp", -1)
         for keeps in range(3):
             assert all(map(torch.equal, train(rank, "zero3", keeps), expected)), keeps
+
+    run_ranks(check, 2, collective_timeout=HANG)
+
+
+def test_a_forward_that_raised_on_one_rank_alone() -> None:
+    """In its last layer. All ranks give that batch up, and the others still have its graph."""
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    def train(rank: int, plan: Any, raises: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        kept = []
+        for step in range(3):
+            hook = model[-1].register_forward_hook(stop) if rank == raises else None
+            with pytest.raises(ArithmeticError) if hook else nullcontext():
+                kept.append(loss_of(model, rank, step + 10))
+            if hook:
+                hook.remove()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return list(handle.full_state_dict().values())
+
+    def check(rank: int) -> None:
+        expected = train(rank, "ddp", -1)
+        for raises in range(2):
+            assert all(map(torch.equal, train(rank, "zero3", raises), expected)), raises
 
     run_ranks(check, 2, collective_timeout=HANG)
 

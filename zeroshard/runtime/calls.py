@@ -170,7 +170,7 @@ class Visit:
     Attributes:
         around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
             through the same graph that begins at an output of this unit, so they are shown again with it.
-        trail: that it is in; None if its call raised, and for a forward in a scope.
+        trail: that it is in; None for a forward in a scope.
     """
 
     unit: Unit

@@ -155,7 +155,7 @@ class Schedule(NotCopied):
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around = self.running.around()
-        visits = [Visit(unit, around, self._trail if end is End.RETURNED else None) for unit in free]
+        visits = [Visit(unit, around, self._trail) for unit in free]  # also if it raised: perhaps on this rank alone
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
