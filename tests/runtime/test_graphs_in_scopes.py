@@ -255,3 +255,34 @@ def test_second_derivatives_inside_a_scope(rank: int) -> None:
             torch.stack([grad.sum() for grad in found]).sum().backward()
         norms.append(gradients(model, handle))
     assert same_bits(*norms)
+
+
+class Held(nn.Linear):
+    """Uses its weight, and once more without a gradient for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) + nn.functional.linear(x, self.weight.detach()))
+
+
+@on_ranks(2)
+def test_a_detached_weight_is_kept_as_the_weight_is(rank: int) -> None:
+    """Its version is that of the parameter, which changes when the values are gone: backward saw a write."""
+    found = []
+    for plan in (zeroshard.ZERO2, zeroshard.ZERO3):
+        model = make(lambda: nn.Sequential(*[Held(4, 4) for _ in range(3)]))
+        handle = zeroshard.shard(model, plan, units=Held)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+
+        def penalty(of_model: Any = model) -> Tensor:
+            x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+            (grad,) = torch.autograd.grad(of_model(x).sum(), x, create_graph=True)
+            return grad.square().sum()
+
+        with handle.unsharded():
+            loss, late = penalty(), penalty()
+        loss.backward()
+        found.append(gradients(model, handle))
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+    assert all(torch.allclose(found[0][name], found[1][name]) for name in found[0])

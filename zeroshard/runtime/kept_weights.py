@@ -20,6 +20,7 @@ from torch._C import _autograd
 from torch.autograd import graph
 
 from zeroshard.errors import InvalidState
+from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.transforms import under_transform
 from zeroshard.storage.unit import Unit
@@ -57,7 +58,8 @@ class _Keeper:
     def __init__(self, apart: set[Unit], every: Sequence[Unit], around: tuple[Any, Any] | None) -> None:
         """`around`: the hooks that were there before (checkpoints, `save_on_cpu`): they get all other tensors."""
         self.apart, self._every, self._around = apart, every, around
-        self._known: dict[int, tuple[Unit, int]] | None = None  # made when it is first needed
+        self._known: dict[int, tuple[Unit, int]] | None = None  # made when it is first needed, as the next one
+        self._of_storage: dict[int, Unit] | None = None  # by their storages
 
     def __call__(self, tensor: Tensor) -> Packed:
         if self._known is None:
@@ -69,7 +71,7 @@ class _Keeper:
             }
         with as_tensors():
             base = tensor._base if tensor._is_view() else None
-            place = self._known.get(id(tensor)) or self._known.get(id(base))
+            place = self._known.get(id(tensor)) or self._known.get(id(base)) or self._detached(tensor)
             if place is not None and (place[0] in self.apart or base is None):
                 unit, index = place
                 if unit not in self.apart:
@@ -82,6 +84,21 @@ class _Keeper:
             pack, unpack = self._around
             return partial(unpack, pack(tensor))
         return partial(_as_it_is, tensor, tensor._version)
+
+    def _detached(self, tensor: Tensor) -> tuple[Unit, int] | None:
+        """The unit and slot of the parameter whose memory this is (`p.detach()`, of which autograd knows no base)."""
+        if self._of_storage is None:
+            fulls = [(unit, full) for unit in self.apart if (full := unit.weights.buffer.full) is not None]
+            self._of_storage = {full.untyped_storage()._cdata: unit for unit, full in fulls}
+        if tensor.requires_grad or not tensor.numel() or not torch._C._has_storage(tensor):
+            return None
+        unit = self._of_storage.get(tensor.untyped_storage()._cdata)
+        if unit is None or not unit.weights.holds(tensor):
+            return None
+        full = unit.weights.full
+        first = (tensor.data_ptr() - full.data_ptr()) // full.element_size()
+        slots = unit.layout.slots_in(Interval(first, first + 1))
+        return (unit, slots[0]) if slots else None
 
 
 def _as_it_is(tensor: Tensor, version: int) -> Tensor:
