@@ -286,3 +286,22 @@ def test_a_detached_weight_is_kept_as_the_weight_is(rank: int) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             late.backward()
     assert all(torch.allclose(found[0][name], found[1][name]) for name in found[0])
+
+
+@on_ranks(2)
+def test_compiled_blocks_save_weights_as_others_do(rank: int) -> None:
+    """The compiler compiled what keeps a saved weight, and failed at a gradient that is not of the weight's dtype."""
+    found = []
+    for is_compiled in (False, True):
+        model: Any = make(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]))
+        handle = zeroshard.shard(model, zeroshard.ZERO3, units=nn.Linear, precision="bf16")
+        x = torch.full((2, 4), 1.0 + rank, requires_grad=True)
+        with handle.no_sync():
+            model(x).sum().backward()
+        if is_compiled:
+            model[0].compile(backend="eager")
+        with handle.unsharded():
+            loss = model(x).sum()
+        loss.backward()
+        found.append(gradients(model, handle))
+    assert same_bits(*found)

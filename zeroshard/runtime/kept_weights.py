@@ -22,6 +22,7 @@ from torch.autograd import graph
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import as_tensors
+from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.transforms import under_transform
 from zeroshard.storage.unit import Unit
 
@@ -61,6 +62,7 @@ class _Keeper:
         self._known: dict[int, tuple[Unit, int]] | None = None  # made when it is first needed, as the next one
         self._of_storage: dict[int, Unit] | None = None  # by their storages
 
+    @called_by_torch  # as it is for each tensor that compiled code saves
     def __call__(self, tensor: Tensor) -> Packed:
         if self._known is None:
             self._known = {
@@ -139,6 +141,7 @@ def _expect_version(tensor: Tensor, saved: int, found: int) -> None:
         )
 
 
+@called_by_torch
 def _unpacked(packed: Packed) -> Tensor:
     return packed()
 
