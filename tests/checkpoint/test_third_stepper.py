@@ -119,19 +119,16 @@ class ShardStep:
             for tensor in unit.grads.views(unit.own_shard()):
                 yield 0, tensor
 
-    def set_active(self, active: dict[Unit, list[bool]]) -> None:
-        assert all(all(flags) for flags in active.values()), "all parameters train in this test"
-
     def step(
         self,
         options: Sequence[dict[str, Any]],
+        active: dict[Unit, list[bool]],
         update: Update,
-        start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
         arguments: dict[str, Any],
     ) -> None:
+        assert all(all(flags) for flags in active.values()), "all parameters train in this test"
         for unit in self.assignment.groups:
-            start(unit)
             own, main = unit.own_shard(), unit.main
             assert main is not None
             gradient = torch.empty(own.numel)

@@ -86,8 +86,7 @@ def cost_of_update(plan: Any, precision: str, width: int, blocks: int) -> tuple[
         active, update = optimizer.agreement.active(control), optimizer.clipping.update(0.5)
         with operations, torch.no_grad():
             (stepper,) = optimizer.steppers
-            stepper.set_active(active)
-            stepper.step(optimizer.param_groups, update, lambda unit: None, lambda unit: None, {})
+            stepper.step(optimizer.param_groups, active, update, lambda unit: None, {})
         optimizer.zero_grad()
     handle.close()
     return Calls.number, operations.number

@@ -143,7 +143,7 @@ class FlatStep:
         self._planned_at = 0  # `num_cuts` when batches were planned
         self._plan_batches()
 
-    def set_active(self, active: dict[Unit, list[bool]]) -> None:
+    def _set_active(self, active: dict[Unit, list[bool]]) -> None:
         """Set which slots take part. A piece with slots that take part and others that do not is cut, with its
         state."""
         if active == self._active:
@@ -180,21 +180,18 @@ class FlatStep:
     def step(
         self,
         options: Sequence[Options],
+        active: dict[Unit, list[bool]],
         update: Update,
-        start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
         """One step of all active pieces, a batch at a time."""
+        self._set_active(active)
         if self._planned_at != self.state.num_cuts:
             self._plan_batches()
-        inner, started = self.state.inner, set[Unit]()
+        inner = self.state.inner
         try:
             for number, batch in enumerate(self._batches):
-                for stretch in batch.stretches:
-                    if stretch.unit not in started:
-                        started.add(stretch.unit)
-                        start(stretch.unit)
                 self._step_batch(batch, options, update, arguments, is_first=not number)
                 for unit in batch.finished:
                     updated(unit)

@@ -17,7 +17,7 @@ every rank knows them. If main is replicated, every rank holds and owns everythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,6 @@ class OwnerStep:
         self.assignment = assignment
         self.state = state = OwnerState(assignment)
         self.optimizer = state.inner.optimizer
-        self._active = dict.fromkeys(state.wholes, True)
         self._routes = [route for whole in state.wholes for route in self._routes_of(whole)]
         self._dtypes = sorted({whole.dtype for whole in state.wholes}, key=str)  # one exchange for each
         self._gradients = state.allocate()
@@ -77,33 +76,29 @@ class OwnerStep:
             for tensor in whole.unit.grads.views(part) if part else ():
                 yield whole.group, tensor
 
-    def set_active(self, active: dict[Unit, list[bool]]) -> None:
-        self._active = {whole: active[whole.unit][whole.index] for whole in self.state.wholes}
-
     @torch.no_grad()
     def step(
         self,
         options: Sequence[Options],
+        active: dict[Unit, list[bool]],
         update: Update,
-        start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
         """Fragments to their owners, one step of the whole parameters, fragments back. Collective."""
+        stepped = {whole for whole in self.state.wholes if active[whole.unit][whole.index]}
         with self.state.inner.with_options(options):
-            for unit in self.assignment.groups:
-                start(unit)
-            self._fetch_gradients(update)
+            self._fetch_gradients(stepped, update)
             self._fetch_main()
             try:
                 for whole, value in self.state.values.items():
-                    value.grad = self._gradients[whole] if self._active[whole] else None
+                    value.grad = self._gradients[whole] if whole in stepped else None
                 with span("step: whole parameters"):
                     run_step(self.optimizer, arguments)
             finally:
                 for value in self.state.values.values():
                     value.grad = None
-            self._to_holders([whole for whole, active in self._active.items() if active])
+            self._to_holders(stepped)
             for unit in self.assignment.groups:
                 updated(unit)
 
@@ -113,16 +108,16 @@ class OwnerStep:
         with self.state.inner.with_options(options):
             self._fetch_main()
             result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
-            self._to_holders(self.state.wholes)
+            self._to_holders({*self.state.wholes})
         return result
 
     @phase("step: gradients to owners")
-    def _fetch_gradients(self, update: Update) -> None:
+    def _fetch_gradients(self, stepped: Set[WholeParameter], update: Update) -> None:
         def read(route: Route, out: Tensor) -> None:
             route.whole.unit.grads.read(route.world, out)
             update.apply(out)
 
-        self._to_owners([route for route in self._routes if self._active[route.whole]], read, self._gradients)
+        self._to_owners([route for route in self._routes if route.whole in stepped], read, self._gradients)
 
     @phase("step: main to owners")
     def _fetch_main(self) -> None:
@@ -152,11 +147,10 @@ class OwnerStep:
                 target[route.whole].view(-1)[route.param.slice] = received.advance(route.world.numel)
 
     @phase("step: main to holders")
-    def _to_holders(self, wholes: Collection[WholeParameter]) -> None:
+    def _to_holders(self, wholes: Set[WholeParameter]) -> None:
         """Send main of `wholes` back and set it: owners and holders then have the same values. Collective."""
-        wanted = set(wholes)
         for dtype in self._dtypes:
-            routes = [route for route in self._routes_in(dtype) if route.whole in wanted]
+            routes = [route for route in self._routes_in(dtype) if route.whole in wholes]
             if not routes:
                 continue
             sent = _Cursor(_as(self._sent, dtype))

@@ -224,14 +224,11 @@ class Stepper(Protocol):
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of the own shard, as views."""
 
-    def set_active(self, active: dict[Unit, list[bool]]) -> None:
-        """Which slots take part from now on."""
-
     def step(
         self,
         options: Sequence[Options],
+        active: dict[Unit, list[bool]],
         update: Update,
-        start: Callable[[Unit], None],
         updated: Callable[[Unit], None],
         arguments: Options,
     ) -> None:
@@ -239,7 +236,7 @@ class Stepper(Protocol):
 
         Args:
             options: the user's param groups: their hyper-parameters are used, and changes by the class are copied back.
-            start: called with a unit before any of it is read.
+            active: which slots of each unit take part.
             updated: called with a unit after all of it is written; in the same order on all ranks.
             arguments: for the class's own `step`.
         """

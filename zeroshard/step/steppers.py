@@ -104,11 +104,11 @@ class Steppers:
                 # an update is void, the host may need them again.)
                 self._consume(unit)
 
+        self._stop_gathering()
         with self._engine.reducer.visible.unedited():
             for stepper in self.all:
-                stepper.set_active(active)
                 of_class = arguments_for(type(stepper.optimizer), arguments)
-                stepper.step(options, update, _stop_gathering, updated, of_class)
+                stepper.step(options, active, update, updated, of_class)
         for stepper in self.all:
             if stepper in self._watched:
                 self._watched[stepper].note(options)
@@ -119,12 +119,18 @@ class Steppers:
         """Take part in the gathers of a `step` that other ranks may run. Collective."""
         # In the order in which `step` finishes the units: each with the last stepper that has it.
         last = {unit: stepper for stepper in self.all for unit in stepper.assignment.groups}
+        self._stop_gathering()
         for stepper in self.all:
             for unit in stepper.assignment.groups:
                 if last[unit] is stepper:
-                    _stop_gathering(unit)
                     self._gather(unit, active)
         self._engine.gatherer.read()
+
+    def _stop_gathering(self) -> None:
+        # A gather in flight would overwrite the weights that a step is about to write.
+        for unit in self.units:
+            if unit.weights.state is Residency.GATHERING:
+                unit.weights.arrive(stale=True)
 
     def _gather(self, unit: Unit, active: dict[Unit, list[bool]]) -> bool:
         """Start to gather what has been updated of a unit. Returns whether there is anything."""
@@ -255,12 +261,6 @@ class Steppers:
 def _copied(item: Any, destination: Destination) -> Any:
     """An item of state that this rank holds in full, at its destination."""
     return destination.copy(item) if isinstance(item, Tensor) and destination != EVERYWHERE else item
-
-
-def _stop_gathering(unit: Unit) -> None:
-    # A gather in flight would overwrite the weights that a step is about to write.
-    if unit.weights.state is Residency.GATHERING:
-        unit.weights.arrive(stale=True)
 
 
 def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
