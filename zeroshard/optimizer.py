@@ -24,7 +24,6 @@ from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
-from zeroshard.step.clipping import Clipping
 from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
@@ -119,8 +118,8 @@ class ShardedOptimizer(TorchOptimizer):
             policy = as_policy(loss_scale, has_fp16=has_fp16)
             scaler = LossScaler(policy) if policy is not None else None
             self.agreement = Agreement(self.engine, self.groups, self._steppers, scaler, non_finite, skip_norm_above)
-        self.clipping = Clipping()
-        self._clips = Clips(self.engine, self.agreement, self.clipping)
+        self.clipping = self.agreement.clipping
+        self._clips = Clips(self.engine, self.agreement)
         self._uneven_inputs = UnevenInputs(self.engine)
         self._is_built = True
 
@@ -266,8 +265,7 @@ class ShardedOptimizer(TorchOptimizer):
         if not skip:
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             if not self.agreement.is_updated:
-                update = self.clipping.update(mean, control.norm_to_clip)
-                self._update(self.agreement.active(control), update, arguments)
+                self._update(self.agreement.active(control), self.clipping.update(mean), arguments)
             self.agreement.learn(control)
         else:
             words = "a step is skipped: gradient norm %s, loss scale %s"
@@ -301,7 +299,7 @@ class ShardedOptimizer(TorchOptimizer):
     @torch.no_grad()
     def count_zero_gradients(self) -> int:
         """Elements of the reduced gradient, before `step`, that are exactly zero, over all ranks. Collective."""
-        return self.agreement.count_zero_gradients()
+        return self._steppers.count_zero_gradients()
 
     def agree(self, norm_type: float | None = None) -> Control:
         """The control exchange of `clip_grad_norm_` and `step` (`Agreement.answer`). Collective."""
@@ -316,7 +314,7 @@ class ShardedOptimizer(TorchOptimizer):
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven_inputs.announce(self, norm_type, arguments or {})
-        self.agreement.ask(self.clipping, dict(arguments or {}), norm_type)
+        self.agreement.ask(dict(arguments or {}), norm_type)
 
     # Param groups ------------------------------------------------------------------------------------------------
 

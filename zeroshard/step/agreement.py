@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -53,7 +53,8 @@ class Asked:
 
     Attributes:
         version: of the gradients.
-        settings: that are compared; None: this rank is a follower.
+        settings: the first ones are compared; then those of further calls before the step. None: this rank is a
+            follower.
         status: of this rank, as told to the others.
         flags: which slots have gradients on this rank.
         gradients: (param group, gradient) of the own shard.
@@ -62,12 +63,11 @@ class Asked:
         verdict: what the device concludes, if the step goes ahead.
         is_ahead: whether the update has been queued before the answer.
         control: the answer, once it has come.
-        later: the settings of further calls before the step.
-        then: functions that are called with the answer.
+        clipped_by: what clips have multiplied the gradients by since.
     """
 
     version: object
-    settings: Settings | None
+    settings: list[Settings | None]
     norm_type: float
     by_hand: ByHand
     question: Question
@@ -78,8 +78,7 @@ class Asked:
     verdict: Verdict | None = None
     is_ahead: bool = False
     control: Control | None = None
-    later: list[Settings | None] = field(default_factory=list)
-    then: list[Callable[[Control], Any]] = field(default_factory=list)
+    clipped_by: float = 1.0
 
     def is_about(self, version: object, norm_type: float, by_hand: ByHand, num_reads: int) -> bool:
         """Whether the gradients are still those of this exchange, and no weights have been read since."""
@@ -97,6 +96,7 @@ class Agreement:
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
         ahead: whether updates go ahead of the answer.
+        clipping: the clips requested for the next step.
         same: samples of the gradients, if there are several ranks, and every rank has them in full; else None.
         used_up: whether a step has consumed the gradients, and `zero_grad` has not been called since.
     """
@@ -119,8 +119,7 @@ class Agreement:
         self.same = SameGradients(engine.collectives) if are_equal else None
         self._engine, self._groups, self._steppers = engine, groups, steppers
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
-        self._reported = SettingsReport()
-        self._last_status = Status.NO_GRADIENTS  # as sent to the other ranks
+        self._reported, self.clipping = SettingsReport(), Clipping()
         self.ahead = Ahead(engine, groups, steppers)
         engine.collectives.messages.introduce(_AGAIN, updates=True)
         self._asked: Asked | None = None
@@ -147,19 +146,19 @@ class Agreement:
         yield
         self.half_done = False
 
-    def ask(self, clipping: Clipping, arguments: Options, norm_type: float | None = None) -> None:
+    def ask(self, arguments: Options, norm_type: float | None = None) -> None:
         """Begin the control exchange: once per step and type of norm. (Repeated for external gradients in `p.grad`,
         whose changes cannot be noticed.) Collective; waits for the device only in a join.
 
         Args:
-            clipping, arguments: of the step.
+            arguments: of the step.
             norm_type: None: the last one used in this step, or 2.
 
         Raises:
             RuntimeError, ValueError: as `answer`.
         """
-        settings = None if self.follows else self._settings(clipping, arguments)
-        self._ask(settings, norm_type, needs_host=clipping.needs_host)
+        settings = None if self.follows else self._settings(arguments)
+        self._ask(settings, norm_type, needs_host=self.clipping.needs_host)
 
     def _ask(self, settings: Settings | None, norm_type: float | None, *, needs_host: bool) -> None:
         """`settings`: of this rank; None: it is a follower."""
@@ -169,7 +168,7 @@ class Agreement:
         by_hand = self._engine.reducer.notice()
         now = self._engine.reducer.version
         if self._asked and self._asked.is_about(now, norm_type, by_hand, self._engine.collectives.num_reads):
-            self._asked.later.append(settings)
+            self._asked.settings.append(settings)
             return
         if self._asked:
             if self._asked.control is None:
@@ -204,18 +203,31 @@ class Agreement:
             if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
                 self._engine.reducer.reduce_by_hand(asked.by_hand)
                 self.ahead.forget()
-                self._ask([asked.settings, *asked.later][-1], asked.norm_type, needs_host=True)
-                self.when_answered(*asked.then)
+                self._ask(asked.settings[-1], asked.norm_type, needs_host=True)
                 return self.answer()
-            self._expect_ready(control)
+            self._expect_ready(control, asked.status)
             asked.control, asked.gradients, asked.verdict = control, (), None  # a step frees gradients unit by unit
-            for then in asked.then:
-                then(control)
-        for settings in asked.later:
+        for settings in asked.settings[1:]:
             self._reported.went_on_with(settings)
-        asked.later.clear()
+        del asked.settings[1:]
         self._asked = asked
+        if self.clipping.awaits_norm:
+            self.limit()
         return asked.control
+
+    def limit(self) -> float:
+        """Clip by the norm in the last answer. Returns it: of the mean gradient, as earlier clips have left it."""
+        assert self._asked is not None and self._asked.control is not None, "`answer` was called"
+        control = self._asked.control
+        norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
+        norm *= self.mean_factor(control) * self._asked.clipped_by
+        self.clipping.limit(norm)
+        return norm
+
+    def note_clip(self, factor: float) -> None:
+        """The gradients have been multiplied."""
+        if self._asked is not None:
+            self._asked.clipped_by *= factor
 
     @contextmanager
     def _told(self, norm_type: float, version: object) -> Iterator[None]:
@@ -242,7 +254,7 @@ class Agreement:
         }
 
     def _begin(self, settings: Settings | None, norm_type: float, by_hand: ByHand, *, needs_host: bool) -> Asked:
-        self._last_status = status = self._status(by_hand=bool(by_hand))
+        status = self._status(by_hand=bool(by_hand))
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         # A gather in flight would mix old weights and those that the step writes.
         self._engine.gatherer.finish()
@@ -264,7 +276,7 @@ class Agreement:
         )
         question = ask(self._engine.collectives, contribution, self._reported, self.same)
         version, reads = self._engine.reducer.version, self._engine.collectives.num_reads
-        return Asked(version, settings, norm_type, by_hand, question, status, flags, gradients, reads)
+        return Asked(version, [settings], norm_type, by_hand, question, status, flags, gradients, reads)
 
     # Ahead of the answer ---------------------------------------------------------------------------------------------
 
@@ -277,9 +289,8 @@ class Agreement:
         if (updates or self._is_alone) and asked.status is not Status.READY:
             return None
         if asked.verdict is None:
-            mesh, scale = self._engine.collectives.mesh, self._engine.ledger.scale
-            num_groups = len(self._groups.lists)
-            asked.verdict = Verdict(asked.question, self.losses.weight, scale, num_groups, mesh.world.size)
+            world, scale = self._engine.collectives.mesh.world, self._engine.ledger.scale
+            asked.verdict = Verdict(asked.question, self.losses.weight, scale, len(self._groups.lists), world.size)
         return asked.verdict
 
     def went_ahead(self) -> None:
@@ -293,11 +304,6 @@ class Agreement:
         asked = self._asked
         return asked is not None and asked.is_ahead and asked.control is not None and asked.control.holds_ahead
 
-    def when_answered(self, *then: Callable[[Control], Any]) -> None:
-        """Call these functions with the answer, before anything else uses it."""
-        assert self._asked is not None, "`ask` was called"
-        self._asked.then += then
-
     def learn(self, control: Control) -> None:
         """After an update: whether the next one can go ahead."""
         assert self._asked is not None, "`ask` was called"
@@ -307,12 +313,12 @@ class Agreement:
         of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
         return Norms(of_pieces, groups, len(self._groups.lists), kind)
 
-    def _expect_ready(self, control: Control) -> None:
+    def _expect_ready(self, control: Control, of_this_rank: Status) -> None:
         """Raises:
-        RuntimeError, ValueError: as `control`."""
+        RuntimeError, ValueError: as `answer`."""
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             if status in control.status:
-                mine = self._last_status, self._engine.reducer.visible.doubtful
+                mine = of_this_rank, self._engine.reducer.visible.doubtful
                 found = self._engine.collectives.exchange_objects(mine, CONTROL)
                 ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank == status]
                 message = message.replace("{name}", str(found[ranks[0]][1]))
@@ -320,7 +326,7 @@ class Agreement:
         if control.weight == 0:
             raise InvalidValue("the weights of all losses of this step, on all ranks, are 0: there is no mean to take")
 
-    def _settings(self, clipping: Clipping, arguments: Options) -> Settings:
+    def _settings(self, arguments: Options) -> Settings:
         """The settings of this step, which must be the same on all ranks."""
         own = (
             ("non_finite", self._non_finite),
@@ -332,7 +338,7 @@ class Agreement:
         return Settings(
             self._groups.settings(),
             self._groups.members(),
-            (*own, *clipping.settings(), *given),
+            (*own, *self.clipping.settings(), *given),
             self._engine.reducer.visible.edited(),
         )
 
@@ -403,19 +409,6 @@ class Agreement:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
             raise InvalidState(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
-
-    def count_zero_gradients(self) -> int:
-        """Elements of the reduced gradient that are exactly zero, over all ranks. Collective."""
-        zeros = sum(
-            int((tensor == 0).sum())
-            for unit, slots in self.units.items()
-            for index in slots & unit.grads.waiting
-            if (world := unit.layout.slots[index].world & unit.own_shard())
-            for tensor in unit.grads.views(world)
-        )
-        collectives = self._engine.collectives
-        own = 0 if collectives.mesh.replicate.rank else zeros  # count each shard once
-        return collectives.count(own, "optimizer.count_zero_gradients()")
 
     def _name_nonfinite(self) -> str:
         """The origin of a gradient that is not finite, in words, as far as it is known. Two exchanges, on the way to an

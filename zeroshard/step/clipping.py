@@ -43,9 +43,10 @@ class Clipping:
         """Whether a clip has not changed the gradient yet."""
         return self.factor != 1.0 or self.value is not None or self.awaits_norm
 
-    def limit(self, norm: float, max_norm: float) -> None:
-        """Clip. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
-        self.factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+    def limit(self, norm: float) -> None:
+        """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
+        assert self.asked is not None, "a clip by norm has asked"
+        self.factor = min(1.0, self.asked[0] / (norm + 1e-6)) if math.isfinite(norm) else 1.0
         self.awaits_norm = False
 
     def clamp(self, value: float) -> None:
@@ -53,16 +54,8 @@ class Clipping:
         self.value = value if self.value is None else min(self.value, value)
         self.bounds += (value,)
 
-    def update(self, mean: float, norm: float | None = None) -> Update:
-        """The factor and bound for the step.
-
-        Args:
-            mean: the factor from the buffers' values to the mean gradient.
-            norm: of the buffers' values, as `Control.norm_to_clip`.
-        """
-        if self.awaits_norm and self.asked is not None and norm is not None:
-            # The exchange with which the clip began has ended in an error, and the step has asked again.
-            self.limit(norm * mean, self.asked[0])
+    def update(self, mean: float) -> Update:
+        """The factor and bound for the step. `mean`: the factor from the buffers' values to the mean gradient."""
         return Update(mean * self.factor, self.value)
 
     def settings(self) -> Items:

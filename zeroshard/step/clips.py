@@ -18,8 +18,6 @@ from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import in_backward
 from zeroshard.step.agreement import Agreement
-from zeroshard.step.clipping import Clipping
-from zeroshard.step.control import Control
 from zeroshard.step.stepper import Update
 from zeroshard.storage.gradients import Gradients, GradState
 
@@ -27,10 +25,8 @@ from zeroshard.storage.gradients import Gradients, GradState
 class Clips:
     """The clips of one optimizer."""
 
-    def __init__(self, engine: Engine, agreement: Agreement, clipping: Clipping) -> None:
-        self._engine, self._agreement, self._clipping = engine, agreement, clipping
-        self._control: Control | None = None  # the answer of the last clip by norm
-        self._applied = 1.0  # what the gradients have been multiplied by since that answer
+    def __init__(self, engine: Engine, agreement: Agreement) -> None:
+        self._engine, self._agreement, self._clipping = engine, agreement, agreement.clipping
 
     def by_norm(self, max_norm: float, norm_type: float, ask: Callable[[float], None], *, needs_host: bool) -> Tensor:
         """See `ShardedOptimizer.clip_grad_norm_`.
@@ -60,11 +56,11 @@ class Clips:
         # and so all ranks must read it at the same place of the program.
         verdict = None if needs_host or is_second or norm_type != 2 else agreement.verdict()
         if verdict is not None:
-            clipping.awaits_norm = True
-            agreement.when_answered(lambda control: self._limit(control) if clipping.awaits_norm else None)
+            clipping.awaits_norm = True  # `Agreement.answer` ends it
             self._wait()
             return verdict.norm.clone()  # the caller may write to it, and the update computes its factor from this one
-        norm = self._limit(agreement.answer())
+        agreement.answer()
+        norm = agreement.limit()
         if needs_host and not math.isfinite(norm):
             raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
         self._wait()
@@ -76,16 +72,6 @@ class Clips:
             raise InvalidValue(f"clip_value must be positive, found {clip_value}")
         self._clipping.clamp(clip_value)
         self._wait()
-
-    def _limit(self, control: Control) -> float:
-        """Clip by the norm in an answer. Returns the norm of the mean gradient after earlier clips."""
-        if control is not self._control:
-            self._control, self._applied = control, 1.0
-        assert self._clipping.asked is not None, "a clip by norm has asked"
-        norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
-        norm *= self._agreement.mean_factor(control) * self._applied
-        self._clipping.limit(norm, self._clipping.asked[0])
-        return norm
 
     def _wait(self) -> None:
         """Let the clip wait for the step. Where the gradients lie in `p.grad` and will be used as they are, it does
@@ -142,5 +128,5 @@ class Clips:
                 Update(factor, bound).apply_to_all([part for part in parts if part.dtype == dtype])
         if clipping.value is not None:
             visible.changed()  # its norm must be found anew
-        self._applied *= clipping.factor
+        self._agreement.note_clip(clipping.factor)
         clipping.factor, clipping.value = 1.0, None

@@ -81,6 +81,19 @@ class Steppers:
         for stepper in self.all:
             yield from stepper.own_gradients()
 
+    def count_zero_gradients(self) -> int:
+        """Elements of the reduced gradient that are exactly zero, over all ranks. Collective."""
+        zeros = sum(
+            int((tensor == 0).sum())
+            for unit, slots in self.units.items()
+            for index in slots & unit.grads.waiting
+            if (world := unit.layout.slots[index].world & unit.own_shard())
+            for tensor in unit.grads.views(world)
+        )
+        collectives = self._engine.collectives
+        own = 0 if collectives.mesh.replicate.rank else zeros  # count each shard once
+        return collectives.count(own, "optimizer.count_zero_gradients()")
+
     # Stepping ----------------------------------------------------------------------------------------------------
 
     @phase("step: update")
