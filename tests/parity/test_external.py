@@ -7,6 +7,7 @@ are bit-equal to those of torch DDP with the plain optimizer, except with `fused
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -106,6 +107,28 @@ def test_clipping_is_torchs(rank: int) -> None:
     found, _ = run(rank, lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options), max_norm=0.2)
     difference = max(float((found[name] - expected[name]).abs().max()) for name in found)
     assert difference < LAST_BITS < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
+
+
+@on_ranks(2)
+def test_each_clip_acts_on_what_the_earlier_ones_have_left(rank: int) -> None:
+    """The second clip forgot what the first one had done, in silence: the step was twice as long."""
+    for calls in ([("norm", 1.0), ("norm", 2.0)], [("value", 0.1), ("norm", 2.0)], [("norm", 9.0), ("value", 1.0)] * 2):
+        weights, norms = [], []
+        for is_sharded in (False, True):
+            model = make(lambda: nn.Linear(4, 4))
+            ddp, plain = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer: Any = plain
+            if is_sharded:
+                optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+            (ddp(torch.full((2, 4), 3.0 + rank)) ** 2).sum().backward()
+            of_torch = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+            by_norm, by_value = (partial(clip, list(model.parameters())) for clip in of_torch)
+            if is_sharded:
+                by_norm, by_value = optimizer.clip_grad_norm_, optimizer.clip_grad_value_
+            norms.append([float(by_norm(most)) if what == "norm" else by_value(most) for what, most in calls])
+            optimizer.step()
+            weights.append(model.weight.detach().clone())
+        assert norms[1] == pytest.approx(norms[0]) and torch.allclose(*weights)
 
 
 @on_ranks(2)

@@ -20,6 +20,7 @@ from zeroshard.runtime.gather import in_backward
 from zeroshard.step.agreement import Agreement
 from zeroshard.step.stepper import Update
 from zeroshard.storage.gradients import Gradients, GradState
+from zeroshard.storage.unit import Unit
 
 
 class Clips:
@@ -119,9 +120,8 @@ class Clips:
         parts = [
             part
             for unit, slots in self._agreement.units.items()
-            if isinstance(unit.grads, Gradients) and unit.grads.state is GradState.REDUCED
             for index in sorted(slots & unit.grads.waiting)
-            if (part := unit.grads.held_part(index)).numel()
+            if (part := _held_part(unit, index)) is not None and part.numel()
         ]
         with visible.unedited():
             for dtype in {part.dtype for part in parts}:
@@ -130,3 +130,10 @@ class Clips:
             visible.changed()  # its norm must be found anew
         self._agreement.note_clip(clipping.factor)
         clipping.factor, clipping.value = 1.0, None
+
+
+def _held_part(unit: Unit, index: int) -> Tensor | None:
+    """What this rank holds of the reduced gradient of a slot."""
+    if not isinstance(unit.grads, Gradients):
+        return unit.grads.in_full(index)
+    return unit.grads.held_part(index) if unit.grads.state is GradState.REDUCED else None

@@ -34,7 +34,6 @@ class UnevenInputs:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.divides_by_all = True
-        self._given = False  # whether the followers have the gradients of this step
 
     def announce(self, optimizer: Owner, norm_type: float | None, arguments: Mapping[str, Any]) -> None:
         """Called on a rank that has inputs, before the control exchange. Collective.
@@ -70,7 +69,6 @@ class UnevenInputs:
                     f"Join: a rank that has run out of inputs does not know step({', '.join(arguments)}=...)"
                 )
             self._give(rows, follows=False)
-        self._given = norm_type is not None
 
     def follow(self, optimizer: Owner) -> None:
         """Called on a rank that has run out of inputs: take part in one step of the others. Collective."""
@@ -93,18 +91,17 @@ class UnevenInputs:
         losses = optimizer.agreement.losses
         used = [losses.default] if told["scaled"] and losses.default is not None else []
         losses.use_as(used, 0.0 if told["weighted"] else 1.0)
-        self._given = told["norm_type"] is not None
-        if self._given:
-            optimizer._agree_as(told["norm_type"])
-        else:
+        is_step = told["norm_type"] is None
+        if is_step:
             optimizer._step_as(told["step"])
-        return not self._given
+        else:
+            optimizer._agree_as(told["norm_type"])
+        return is_step
 
     @torch.no_grad()
     def _give(self, rows: Sequence[Any], *, follows: bool) -> None:
-        """Send the gradients of the first rank with inputs to ranks without inputs; once for each step."""
-        if self._given:
-            return
+        """Send the gradients of the first rank with inputs to ranks without inputs. (Before each exchange of a step: a
+        clip, and the user, may change them in between.)"""
         source = next(rank for rank, row in enumerate(rows) if row is not None)
         collectives = self._engine.collectives
         parameters = [p for unit in self._engine.units for p in unit.parameters]
