@@ -19,7 +19,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import SIZES
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
-from zeroshard.step.inner import begin_training, run_step
+from zeroshard.step.inner import begin_training, run_step, trial
 from zeroshard.storage.buffer import live_bytes
 
 _SIZES = (7, 5, 3, 11, 13, 17)
@@ -128,8 +128,8 @@ class OptimizerKind:
         """
         kernels = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & self.options.keys(), False)
         # On the CPU, also inside of `with torch.device("meta")`: classes read their step counts.
-        with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad(), _uncompiled(self.optimizer_class):
-            parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        with trial(), torch.no_grad(), _uncompiled(self.optimizer_class):
+            parameter = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
             try:
                 optimizer = self.optimizer_class([parameter], **(copy.deepcopy(self.options) | kernels))
                 if self.steps:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from zeroshard.errors import InvalidValue
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
 from zeroshard.runtime.settings import plain
-from zeroshard.step.assignment import OptimizerClass, Options
-from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step
+from zeroshard.step.assignment import Assignment, OptimizerClass, Options
+from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step, trial
 
 
 class Granularity(Enum):
@@ -84,41 +85,37 @@ def granularity_of(
         raise InvalidValue(f"{optimizer_class.__name__} cannot be sharded: {_REFUSED[optimizer_class]}")
     expect_no_closure(optimizer_class)
     declared = None if elementwise is None else Granularity.ELEMENT if elementwise else Granularity.PARAMETER
-    if optimizer_class in _KNOWN:
-        return declared or _KNOWN[optimizer_class]
-    if optimizer_class.__module__.startswith("torchao."):
-        return declared or Granularity.ELEMENT
-    # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
-    with torch.device("cpu"), torch.random.fork_rng(devices=()):
+    if (listed := _listed(optimizer_class)) is not None:
+        return declared or listed
+    tried = _Tried(optimizer_class, options)
+    with trial():
         if declared is None:
-            found = {_by_trial(optimizer_class, options, sharded=sharded)}
-            for of_group in _unlike(optimizer_class, options, groups):
-                found.add(_of_group(optimizer_class, options, of_group, sharded=sharded))
+            found = {_by_trial(tried, sharded=sharded)}
+            found |= {_of_group(replace(tried, of_group=group), sharded=sharded) for group in _unlike(tried, groups)}
             return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
-            _step_once(optimizer_class, options)
+            _step_once(tried)
         except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
-            _expect_not_for_want_of_a_closure(optimizer_class, options, error)
-            _expect_not_for_want_of_a_graph(optimizer_class, options, error)
+            _expect_not_for_want_of_a_closure(tried, error)
+            _expect_not_for_want_of_a_graph(tried, error)
         return declared
+
+
+def _listed(optimizer_class: OptimizerClass) -> Granularity | None:
+    """None: a trial is needed."""
+    is_low_bit = optimizer_class.__module__.startswith("torchao.")
+    return _KNOWN.get(optimizer_class, Granularity.ELEMENT if is_low_bit else None)
 
 
 class Watched:
     """The options of param groups that were stepped as elements, because a trial has found that: the user may change
     one so that the class needs whole parameters."""
 
-    def __init__(self, optimizer_class: OptimizerClass, options: Options, groups: Mapping[int, Options]) -> None:
-        self._class, self._options = optimizer_class, options
-        self._kinds = {index: _kinds_of(group) for index, group in groups.items()}
-
-    @classmethod
-    def of(
-        cls, optimizer_class: OptimizerClass, options: Options, elementwise: bool | None, groups: Mapping[int, Options]
-    ) -> Watched:
-        """What needs no trial needs not be watched."""
-        is_tried = elementwise is None and optimizer_class not in _KNOWN
-        is_tried &= not optimizer_class.__module__.startswith("torchao.")
-        return cls(optimizer_class, options, groups if is_tried else {})
+    def __init__(self, assignment: Assignment, elementwise: bool | None) -> None:
+        """`elementwise`: as declared by the user. What needs no trial needs not be watched."""
+        self._tried = _Tried(assignment.optimizer_class, assignment.defaults)
+        is_tried = elementwise is None and _listed(assignment.optimizer_class) is None
+        self._kinds = {i: _kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
 
     def note(self, groups: Sequence[Options]) -> None:
         """After a step: what the class has changed itself needs no trial."""
@@ -136,13 +133,13 @@ class Watched:
                 continue
             self._kinds[index] = kinds
             of_group = {key: value for key, value in groups[index].items() if key != "params"}
-            with torch.device("cpu"), torch.random.fork_rng(devices=()):
-                found = _of_group(self._class, self._options, of_group, sharded=False)
+            with trial():
+                found = _of_group(replace(self._tried, of_group=of_group), sharded=False)
             if found is Granularity.PARAMETER:
                 self._kinds[index] = before
                 changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
                 raise InvalidValue(
-                    f"param group {index}: with the new value of {changed} {self._class.__name__} may need whole "
+                    f"param group {index}: with the new value of {changed} {self._tried.name} may need whole "
                     "parameters, and is stepped in pieces. Pass elementwise=False (or True, if it does not) to the "
                     "optimizer, or set the option before you build it"
                 )
@@ -154,13 +151,9 @@ def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: 
     Raises:
         ValueError: the class cannot, as torch's Adafactor, which divides by the number of elements.
     """
-    tensor = torch.empty(*shape, device="cpu", requires_grad=True)
     try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=()):
-            optimizer = _new(optimizer_class, [tensor], options, None)
-            begin_training(optimizer)
-            tensor.grad = torch.zeros_like(tensor)
-            run_step(optimizer)
+        with trial():
+            _step_once(_Tried(optimizer_class, options), shape)
     except ArithmeticError as error:
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot step {name}, which has no elements ({error!r}, as in plain torch): "
@@ -168,60 +161,81 @@ def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: 
         ) from error
 
 
-def _by_trial(
-    optimizer_class: OptimizerClass, options: Options, *, sharded: bool, of_group: Options | None = None
-) -> Granularity:
+@dataclass(frozen=True)
+class _Tried:
+    """A class that is tried out, with its arguments and the options of a param group (None: its defaults)."""
+
+    optimizer_class: OptimizerClass
+    arguments: Options
+    of_group: Options | None = None
+
+    @property
+    def name(self) -> str:
+        return self.optimizer_class.__name__
+
+    def over(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
+        """An instance over these tensors that can step."""
+        params: list[Any] = tensors if self.of_group is None else [{**copy.deepcopy(self.of_group), "params": tensors}]
+        optimizer = self.optimizer_class(params, **copy.deepcopy(self.arguments))
+        begin_training(optimizer)
+        return optimizer
+
+
+def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     watching = _Watching()
     try:
-        together = _try_out(optimizer_class, options, of_group=of_group, apart=False)
-        one_by_one = _try_out(optimizer_class, options, watching, of_group=of_group)
+        together = _try_out(tried, apart=False)
+        one_by_one = _try_out(tried, watching)
     except InvalidValue:
         raise
     except Exception as error:
-        _expect_not_for_want_of_a_closure(optimizer_class, options, error)
-        _expect_not_for_want_of_a_graph(optimizer_class, options, error)
+        _expect_not_for_want_of_a_closure(tried, error)
+        _expect_not_for_want_of_a_graph(tried, error)
         raise InvalidValue(
-            f"{optimizer_class.__name__} is unknown, and stepping it on two small matrices raised {error!r}. Pass "
-            "elementwise=True if it updates every element on its own, elementwise=False if it needs whole parameters"
+            f"{tried.name} is unknown, and stepping it on two small matrices raised {error!r}. Pass elementwise=True "
+            "if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if sharded and watching.communicates:
         raise InvalidValue(
-            f"{optimizer_class.__name__} cannot be sharded: its step() communicates with other ranks by itself, and "
-            'each rank steps other parameters. Use the plan "ddp"'
+            f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
+            'other parameters. Use the plan "ddp"'
         )
     found = together.settings ^ one_by_one.settings
     if sharded and found:
         raise InvalidValue(
-            f"{optimizer_class.__name__} cannot be sharded: it computes {min(found)[0]!r} of a param group from all "
-            'parameters of the group, and no rank has them all. Use the plan "ddp"'
+            f"{tried.name} cannot be sharded: it computes {min(found)[0]!r} of a param group from all parameters of "
+            'the group, and no rank has them all. Use the plan "ddp"'
         )
     if not _close(together, one_by_one):
         raise InvalidValue(
-            f"{optimizer_class.__name__} cannot be sharded: what it does to one parameter depends on the others (on a "
-            "norm over all of them, perhaps, or on random numbers), and no rank has them all"
+            f"{tried.name} cannot be sharded: what it does to one parameter depends on the others (on a norm over all "
+            "of them, perhaps, or on random numbers), and no rank has them all"
         )
     try:
-        cuts_alike = _close(one_by_one, _try_out(optimizer_class, options, of_group=of_group, cut=True))
-        # Equal numbers alone do not show it: AdamP, for example, projects only gradients orthogonal to the weights.
-        combines = watching.combines or _combines_elements(optimizer_class, options, of_group)
-        is_elementwise = cuts_alike and not combines
+        cuts_alike = _close(one_by_one, _try_out(tried, cut=True))
+        # Equal numbers alone do not show it: AdamP, for example, projects only gradients orthogonal to the weights. And
+        # some classes treat small matrices as single elements: they factor a second moment from 128 rows on, or
+        # quantise state of more than 4,096 elements.
+        if cuts_alike and not watching.combines:
+            _try_out(tried, watching, shapes=((130, 131),))
+        is_elementwise = cuts_alike and not watching.combines
     except Exception:  # the class takes matrices only
         is_elementwise = False
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
 
 
-def _of_group(optimizer_class: OptimizerClass, options: Options, of_group: Options, *, sharded: bool) -> Granularity:
+def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
     """As `_by_trial`; where the group's options do not fit the matrices of a trial, the parameters are left whole."""
     try:
-        _step_once(optimizer_class, options, of_group=of_group)
+        _step_once(tried)
     except Exception:
         return Granularity.PARAMETER
-    return _by_trial(optimizer_class, options, sharded=sharded, of_group=of_group)
+    return _by_trial(tried, sharded=sharded)
 
 
-def _unlike(optimizer_class: OptimizerClass, options: Options, groups: Sequence[Options]) -> Iterator[Options]:
+def _unlike(tried: _Tried, groups: Sequence[Options]) -> Iterator[Options]:
     """The groups whose options differ from those of the class, and of the groups before, not only in numbers."""
-    first = _new(optimizer_class, [torch.ones(4, 6, device="cpu")], options, None).param_groups[0]
+    first = tried.optimizer_class([torch.ones(4, 6, device="cpu")], **copy.deepcopy(tried.arguments)).param_groups[0]
     seen = [_kinds_of(first)]
     for group in groups:
         if (kinds := _kinds_of(group)) not in seen:
@@ -241,14 +255,6 @@ def _kind_of(value: object) -> object:
     return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) and value else value
 
 
-def _new(
-    optimizer_class: OptimizerClass, tensors: list[Tensor], options: Options, of_group: Options | None
-) -> torch.optim.Optimizer:
-    if of_group is None:
-        return optimizer_class(tensors, **copy.deepcopy(options))
-    return optimizer_class([{**copy.deepcopy(of_group), "params": tensors}], **copy.deepcopy(options))
-
-
 class _Outcome(NamedTuple):
     """After a trial: all elements, and the numbers in the param groups of all optimizers, (name, number)."""
 
@@ -261,28 +267,28 @@ _STEPS = 24
 
 
 def _try_out(
-    optimizer_class: OptimizerClass,
-    options: Options,
+    tried: _Tried,
     watching: AbstractContextManager[Any] | None = None,
     *,
-    of_group: Options | None = None,
     apart: bool = True,
     cut: bool = False,
+    shapes: Sequence[tuple[int, int]] = ((4, 6), (3, 5)),
 ) -> _Outcome:
-    """Two matrices, or pieces of them, after the steps: by one optimizer, or by one optimizer for each tensor.
-    `watching`: around each step."""
+    """Matrices, or pieces of them, after the steps: by one optimizer, or by one optimizer for each tensor. `watching`:
+    around each step."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(*size, generator=generator, device="cpu") for size in ((4, 6), (3, 5))]
-    tensors[1] *= 10
+    tensors = [torch.randn(*shape, generator=generator, device="cpu") for shape in shapes]
+    for tensor in tensors[1:]:
+        tensor *= 10
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if cut:
         tensors = [piece.clone() for piece in torch.split(flat, 7)]
-    members = [[tensor.requires_grad_()] for tensor in tensors] if apart else [[t.requires_grad_() for t in tensors]]
-    optimizers = [_new(optimizer_class, of_one, options, of_group) for of_one in members]
-    for optimizer in optimizers:
-        begin_training(optimizer)
+    for tensor in tensors:
+        tensor.requires_grad_()
+    optimizers = [tried.over(members) for members in ([[tensor] for tensor in tensors] if apart else [tensors])]
     for gradient in _gradients(flat.numel()):
-        _set_gradients(tensors, gradient)
+        for tensor, part in zip(tensors, torch.split(gradient, [one.numel() for one in tensors]), strict=True):
+            tensor.grad = part.view_as(tensor).clone()
         for optimizer in optimizers:
             with watching or nullcontext():
                 run_step(optimizer)
@@ -293,29 +299,28 @@ def _try_out(
     return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
 
 
-def _expect_not_for_want_of_a_closure(optimizer_class: OptimizerClass, options: Options, error: Exception) -> None:
+def _expect_not_for_want_of_a_closure(tried: _Tried, error: Exception) -> None:
     """Raises:
     ValueError: `error` is that of a step without a closure; with one, which the class calls, it does not occur."""
     try:
-        calls = _step_once(optimizer_class, options, with_closure=True)
+        calls = _step_once(tried, with_closure=True)
     except Exception:
         return
     if calls:
         raise InvalidValue(
-            f"{optimizer_class.__name__} cannot be sharded: its step() calls a closure by itself, and without one "
-            f"it raises {error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
+            f"{tried.name} cannot be sharded: its step() calls a closure by itself, and without one it raises "
+            f"{error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
         ) from None
 
 
-def _expect_not_for_want_of_a_graph(optimizer_class: OptimizerClass, options: Options, error: Exception) -> None:
+def _expect_not_for_want_of_a_graph(tried: _Tried, error: Exception) -> None:
     """Raises:
     ValueError: `error` is that of a step with gradients without graphs; with graphs it does not occur."""
     tensor = torch.ones(4, 6, device="cpu", requires_grad=True)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # torch warns of the cycle that `grad = None` below ends
-            optimizer = _new(optimizer_class, [tensor], options, None)
-            begin_training(optimizer)
+            optimizer = tried.over([tensor])
             torch.autograd.backward(tensor.pow(3).sum(), create_graph=True)
             run_step(optimizer)
     except Exception:
@@ -323,16 +328,14 @@ def _expect_not_for_want_of_a_graph(optimizer_class: OptimizerClass, options: Op
     finally:
         tensor.grad = None
     raise InvalidValue(
-        f"{optimizer_class.__name__} cannot be sharded: its step() differentiates the gradients (it needs "
+        f"{tried.name} cannot be sharded: its step() differentiates the gradients (it needs "
         f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
     ) from None
 
 
-def _step_once(
-    optimizer_class: OptimizerClass, options: Options, *, of_group: Options | None = None, with_closure: bool = False
-) -> int:
-    """Step the class on a matrix. Returns how often it has called its closure."""
-    tensor, calls = torch.ones(4, 6, device="cpu", requires_grad=True), -1
+def _step_once(tried: _Tried, shape: Sequence[int] = (4, 6), *, with_closure: bool = False) -> int:
+    """Step the class on one tensor. Returns how often it has called its closure."""
+    tensor, calls = torch.ones(*shape, device="cpu", requires_grad=True), -1
 
     def closure() -> float:
         nonlocal calls
@@ -341,8 +344,7 @@ def _step_once(
         return 1.0
 
     closure()
-    optimizer = _new(optimizer_class, [tensor], options, of_group)
-    begin_training(optimizer)
+    optimizer = tried.over([tensor])
     if with_closure:
         optimizer.step(closure)
     else:
@@ -357,21 +359,6 @@ def _gradients(numel: int) -> Iterator[Tensor]:
     for step in range(_STEPS):
         gradient = torch.randn(numel, generator=generator, device="cpu") * torch.linspace(0.1, 3, numel, device="cpu")
         yield gradient * scales[step % len(scales)]
-
-
-def _combines_elements(optimizer_class: OptimizerClass, options: Options, of_group: Options | None) -> bool:
-    """Whether a step on a large matrix combines elements (see `_Watching`). Some classes treat small matrices as single
-    elements: they factor a second moment from 128 rows on, or quantise state of more than 4,096 elements."""
-    generator = torch.Generator().manual_seed(0)
-    tensor = torch.randn(130, 131, generator=generator, device="cpu").requires_grad_()
-    optimizer = _new(optimizer_class, [tensor], options, of_group)
-    begin_training(optimizer)
-    watching = _Watching()
-    for gradient in _gradients(tensor.numel()):
-        tensor.grad = gradient.view_as(tensor)
-        with watching:
-            run_step(optimizer)
-    return watching.combines
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -411,10 +398,3 @@ def _is_number(value: object) -> bool:
 
 def _close(a: _Outcome, b: _Outcome) -> bool:
     return torch.allclose(a.values, b.values, rtol=1e-6, atol=1e-7)
-
-
-def _set_gradients(tensors: list[Tensor], gradient: Tensor) -> None:
-    start = 0
-    for tensor in tensors:
-        tensor.grad = gradient[start : start + tensor.numel()].view_as(tensor).clone()
-        start += tensor.numel()

@@ -122,6 +122,14 @@ def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None,
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
+@contextmanager
+def trial() -> Iterator[None]:
+    """Inside, a class is tried out: on the CPU, whatever the default device is, and without a change of the user's
+    random numbers."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=()):
+        yield
+
+
 def begin_training(optimizer: Any) -> None:
     """Call `train()` if the class has it: schedule-free classes step only in training mode."""
     if callable(getattr(optimizer, "train", None)):
@@ -236,15 +244,14 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
     """
     options = {key: value for key, value in options.items() if key != "params"}
     implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
-    # The trial must not change the user's random numbers. On the CPU, whatever the default device is.
-    with torch.device("cpu"), torch.random.fork_rng(devices=()), torch.no_grad():
-        parameter = torch.zeros(2, 3, requires_grad=True)
+    with trial(), torch.no_grad():
+        parameter = torch.zeros(2, 3, device="cpu", requires_grad=True)
         try:
             group = {**copy.deepcopy(options), **implementation, "params": [parameter]}
             optimizer = optimizer_class([group], **copy.deepcopy(defaults))
             begin_training(optimizer)
             for _ in range(2):
-                parameter.grad = torch.ones(2, 3)
+                parameter.grad = torch.ones_like(parameter)
                 run_step(optimizer)
         except Exception:
             return {}

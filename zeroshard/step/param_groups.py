@@ -55,6 +55,10 @@ class Classes:
         of_group = group.pop("optimizer_class", self.default)
         return (group if of_group is self.default else {**defaults_of(of_group, {}), **group}), of_group
 
+    def declared(self, optimizer_class: OptimizerClass) -> bool | None:
+        """The user's declaration for a class, if any."""
+        return self.elementwise if optimizer_class is self.default else None
+
     def options_of(self, group: int) -> Options:
         """The keyword arguments that the class of that param group is built with."""
         return self.options if self.of_groups[group] is self.default else {}

@@ -48,7 +48,7 @@ class Steppers:
         self.units: dict[Unit, set[int]] = {}
         self.num_builds = 0
         self.waiting: FullState = {}
-        self._watched: dict[Stepper, Watched] = {}
+        self._watched: list[Watched] = []
 
     @outside_inference
     def build(self, groups: ParamGroups | None) -> None:
@@ -64,7 +64,8 @@ class Steppers:
                 slots[member.unit].add(member.index)
         self.all, self.units = new, {unit: of_unit for unit, of_unit in slots.items() if of_unit}
         self.num_builds += 1
-        self._watched = {one: _watched(one, groups) for one in new if groups and isinstance(one, FlatStep)}
+        in_pieces = [stepper.assignment for stepper in new if isinstance(stepper, FlatStep)]
+        self._watched = [Watched(one, groups.classes.declared(one.optimizer_class)) for one in in_pieces if groups]
 
     def expect_elementwise(self, options: Sequence[Options]) -> None:
         """Before a step. `options`: the user's param groups.
@@ -72,9 +73,8 @@ class Steppers:
         Raises:
             ValueError: one that is stepped in pieces needs whole parameters now.
         """
-        for stepper in self.all:
-            if stepper in self._watched:
-                self._watched[stepper].expect_elementwise(options)
+        for watched in self._watched:
+            watched.expect_elementwise(options)
 
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of the own shards, as views."""
@@ -122,9 +122,8 @@ class Steppers:
             for stepper in self.all:
                 of_class = arguments_for(type(stepper.optimizer), arguments)
                 stepper.step(options, active, update, updated, of_class)
-        for stepper in self.all:
-            if stepper in self._watched:
-                self._watched[stepper].note(options)
+        for watched in self._watched:
+            watched.note(options)
         self._engine.gatherer.read()
 
     @torch.no_grad()
@@ -284,11 +283,11 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
         by_unit = _by_unit(groups, mine, engine)
         if by_unit:
             defaults = classes.options_of(mine[0])
-            elementwise = classes.elementwise if optimizer_class is classes.default else None
             sharded = any(unit.updated.numel < unit.layout.numel for unit in by_unit)
             of_mine = {index: options[index] for index in mine}
+            declared = classes.declared(optimizer_class)
             granularity = granularity_of(
-                optimizer_class, defaults, elementwise, sharded=sharded, groups=[*of_mine.values()]
+                optimizer_class, defaults, declared, sharded=sharded, groups=[*of_mine.values()]
             )
             if granularity is Granularity.PARAMETER:
                 for name, shape in _without_elements(by_unit):
@@ -296,12 +295,6 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
             steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
     return steppers
-
-
-def _watched(stepper: FlatStep, groups: ParamGroups) -> Watched:
-    assignment, classes = stepper.assignment, groups.classes
-    elementwise = classes.elementwise if assignment.optimizer_class is classes.default else None
-    return Watched.of(assignment.optimizer_class, assignment.defaults, elementwise, assignment.options)
 
 
 def _without_elements(by_unit: Groups) -> Iterator[tuple[str, Sequence[int]]]:
