@@ -304,7 +304,8 @@ def control_exchange(ranks: int) -> tuple[Cost, Cost]:
 
     def unpack_now() -> None:
         row = control.Row.read(sums.tolist(), GROUPS)
-        [control.alike.are_alike(one) for one in (row.collectives, row.settings, row.samples, row.gradients)]
+        width = control.alike.WIDTH
+        [control.alike.are_alike(row.digests[at : at + width]) for at in range(0, len(row.digests), width)]
         [exact.rounded(one) for one in [row.norm_terms[i * exact.WIDTH :][: exact.WIDTH] for i in range(GROUPS)]]
         exact.rounded(row.weight)
         control._of_any(row.present, FLAGS, ranks)

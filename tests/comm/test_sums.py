@@ -116,8 +116,8 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.device, collectives.log, collectives.samples = device, CommLog(), Samples(device)
     collectives.orders, collectives._name, collectives.messages = None, "a mesh", Messages(1, "a mesh")
     overflows, norms_of_groups = torch.zeros(2, dtype=torch.bool, device=device), control.Norms(norms, groups, 2, 2.0)
-    own = control.Contribution(control.Status.READY, 1.0, norms_of_groups, [True] * 300, overflows)
-    row = control._pack(collectives, own, SettingsReport(), None)
+    own = control.Contribution(control.Status.READY, 1.0, norms_of_groups, [True] * 300, SettingsReport(), overflows)
+    row = control._pack(collectives, own)
     assert row.shape == (control.row_numbers(2, 300, 3),) and len(row) <= ROOM
     assert row.device == device and waits == []
     pending = SimpleNamespace(wait=lambda: None)
@@ -125,9 +125,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
     sums = collectives.begin_sum(row, control.CONTROL)
     for weight in (None, 2.0):  # what a device concludes before
-        Verdict(control.Question(sums.on_device, sums.read), weight, 1.0, 2, 3).update(
-            Clipping(1.0, 1.0, (1.0, 2.0), awaits_norm=True)
-        )
+        Verdict(sums.on_device, weight, 1.0, 2, 3).update(Clipping(1.0, 1.0, (1.0, 2.0), awaits_norm=True))
     assert waits == []
     assert sums.read().shape == row.shape
     assert waits == [(PACKET,)]

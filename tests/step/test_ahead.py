@@ -5,6 +5,7 @@ On a CPU nothing is queued. There these tests let the engine believe that it is,
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import weakref
@@ -22,8 +23,7 @@ import zeroshard
 from tests.ahead_of_host import queued
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.timed_backend import TIMINGS, timed_ranks
-from zeroshard.comm.packets import Unread
-from zeroshard.step import ahead
+from zeroshard.step import agreement, ahead, control
 from zeroshard.step.ahead import is_fused
 from zeroshard.step.steppers import Steppers
 from zeroshard.testing import run_ranks
@@ -103,7 +103,7 @@ class Training:
 def recorded() -> Iterator[list[str]]:
     """Lists the updates, and the reads of what all ranks have agreed on."""
     called: list[str] = []
-    step, take_part, read = Steppers.step, Steppers.take_part, Unread.__init__
+    step, take_part = Steppers.step, Steppers.take_part
 
     def stepped(self: Steppers, options: Any, active: Any, update: Any, arguments: Any) -> None:
         called.append("update" if update.is_void is None else "update ahead")
@@ -113,13 +113,19 @@ def recorded() -> Iterator[list[str]]:
         called.append("gathers")
         take_part(self, active)
 
-    def unread(self: Unread, on_device: Tensor, function: Callable[[], Tensor]) -> None:
-        read(self, on_device, lambda: (called.append("read"), function())[1])
+    def asked(*arguments: Any) -> Any:
+        unread = control.ask(*arguments)
+        return dataclasses.replace(unread, read=lambda: (called.append("read"), unread.read())[1])
+
+    def asked_again(*arguments: Any) -> Any:
+        called.append("read")
+        return control.exchange_norms(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Steppers, "step", stepped)
         patch.setattr(Steppers, "take_part", gathered)
-        patch.setattr(Unread, "__init__", unread)
+        patch.setattr(agreement, "ask", asked)
+        patch.setattr(agreement, "exchange_norms", asked_again)
         yield called
 
 

@@ -36,9 +36,11 @@ def both_controls(rank: int) -> list[tuple[control.Control, control.Control]]:
         present = [*(place % (2 + len(found) % 3) == 0 for place in range(128)), False, False]
         flags = torch.tensor([False, True]) if len(found) % 2 else None
         weight = bad if bad is not None and len(found) % 5 == 0 else 0.1 * len(found)
-        own = control.Contribution(status, weight, control.Norms(norms, groups, 4, kind), present, flags)
-        alone = control.ask(collectives, own, SettingsReport(), None).answer()
-        found.append((alone, control._ask_all(collectives, own, SettingsReport(), None).answer()))
+        own = control.Contribution(
+            status, weight, control.Norms(norms, groups, 4, kind), present, SettingsReport(), flags
+        )
+        alone = control.ask(collectives, own).read()
+        found.append((alone, control._ask_all(collectives, own).read()))
     return found
 
 

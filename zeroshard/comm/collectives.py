@@ -253,7 +253,7 @@ class Collectives:
         """
         return self.begin_sum(numbers, what).read()
 
-    def begin_sum(self, numbers: Tensor, what: str) -> Unread:
+    def begin_sum(self, numbers: Tensor, what: str) -> Unread[Tensor]:
         """Begin `add_up`. The host waits for the device when it reads the sums; the device may use them before."""
         at = self._begin_exchange(what)
         reading = self._start_sum(pack(what, numbers.nbytes, numbers[:ROOM]), at)
@@ -264,7 +264,7 @@ class Collectives:
 
         return Unread(reading.on_device, read)
 
-    def begin_alone(self, numbers: Tensor, what: str) -> Unread:
+    def begin_alone(self, numbers: Tensor, what: str) -> Unread[Tensor]:
         """As `begin_sum`, of a single rank, also of other dtypes: its own numbers."""
         at, reading = self._begin("exchange", self.mesh.world, what), Reading(numbers)
         return Unread(numbers, lambda: self._read(reading, at))

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch import Tensor
 from zeroshard.comm.alike import BITS, WIDTH, are_alike, as_terms
 from zeroshard.errors import Error
 
+T = TypeVar("T")
 _TEXT_BYTES, _SIZE_BYTES = 104, 8
 ROOM = 505
 """How many numbers fit into a packet: usually all numbers of a step. The rest follows in a second sum, once all ranks
@@ -101,16 +103,16 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unread(Generic[T]):
     """Sums over all ranks, before the host has read them.
 
     Attributes:
         on_device: the sum of the packets (`numbers_in`); of a single rank, its numbers.
-        read: returns the sums of the numbers on the host, and raises what `Collectives.add_up` raises.
+        read: waits for the device, returns what the sums say, and raises what `Collectives.add_up` raises.
     """
 
     on_device: Tensor
-    read: Callable[[], Tensor]
+    read: Callable[[], T]
 
 
 def to_host(numbers: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.orders import Voice
+from zeroshard.comm.packets import Unread
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
@@ -28,7 +29,6 @@ from zeroshard.step.control import (
     Contribution,
     Control,
     Norms,
-    Question,
     Status,
     ask,
     exchange_norms,
@@ -70,7 +70,7 @@ class Asked:
     settings: list[Settings | None]
     norm_type: float
     by_hand: ByHand
-    question: Question
+    question: Unread[Control]
     status: Status
     flags: Sequence[bool]
     gradients: Sequence[tuple[int, Tensor]]
@@ -195,7 +195,7 @@ class Agreement:
         if asked.control is None:
             if self.ahead.goes and not asked.is_ahead:
                 self._steppers.take_part(self.ahead.active)  # other ranks may go ahead
-            control = asked.question.answer()
+            control = asked.question.read()
             if not (control.finite or math.isinf(asked.norm_type)):
                 # Because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
                 norms = self._norms(asked.gradients, asked.norm_type, torch.float64)
@@ -272,9 +272,11 @@ class Agreement:
             1.0 if self.losses.weight is None else self.losses.weight,
             self._norms(gradients, norm_type, torch.float32),
             [*flags, *[False] * len(self.losses.used)],
+            self._reported,
             overflows,
+            self.same,
         )
-        question = ask(self._engine.collectives, contribution, self._reported, self.same)
+        question = ask(self._engine.collectives, contribution)
         version, reads = self._engine.reducer.version, self._engine.collectives.num_reads
         return Asked(version, [settings], norm_type, by_hand, question, status, flags, gradients, reads)
 
@@ -290,7 +292,8 @@ class Agreement:
             return None
         if asked.verdict is None:
             world, scale = self._engine.collectives.mesh.world, self._engine.ledger.scale
-            asked.verdict = Verdict(asked.question, self.losses.weight, scale, len(self._groups.lists), world.size)
+            sums, num_groups = asked.question.on_device, len(self._groups.lists)
+            asked.verdict = Verdict(sums, self.losses.weight, scale, num_groups, world.size)
         return asked.verdict
 
     def went_ahead(self) -> None:

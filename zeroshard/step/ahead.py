@@ -28,7 +28,7 @@ from zeroshard.layout import exact
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping
-from zeroshard.step.control import Control, Question, Row, Status, row_numbers
+from zeroshard.step.control import Control, Row, Status, row_numbers
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.gradient_norms import norm_to_clip_on_device
 from zeroshard.step.param_groups import ParamGroups
@@ -132,20 +132,25 @@ class Verdict:
         mean: float64: the factor from the buffers' values to the mean gradient (`Agreement.mean_factor`).
     """
 
-    def __init__(self, question: Question, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> None:
-        """`weight`: of this rank's losses; None: on no rank they have one. `scale`: of the gradients."""
+    def __init__(self, sums: Tensor, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> None:
+        """
+        Args:
+            sums: on the device, from `control.ask`.
+            weight: of this rank's losses; None: on no rank they have one.
+            scale: of the gradients.
+        """
         self.mean: float | Tensor
         self._num_ranks = num_ranks
         self._status: Tensor | None = None  # of all ranks
         if num_ranks == 1:
-            self.is_void = question.sums.isfinite().all().logical_not()
-            self._powers = question.sums
+            self.is_void = sums.isfinite().all().logical_not()
+            self._powers = sums
             weight = 1.0 if weight is None else weight
             self.is_void |= not weight
             self.mean = 1 / (weight * scale) if weight else math.inf
             return
-        row = Row[Tensor].read(numbers_in(question.sums, ROOM), num_groups)
-        digests = torch.cat([question.sums[: alike.WIDTH], row.collectives, row.settings, row.samples, row.gradients])
+        row = Row[Tensor].read(numbers_in(sums, ROOM), num_groups)
+        digests = torch.cat([sums[: alike.WIDTH], row.digests])
         self._powers = row.norm_terms.view(-1, exact.WIDTH)
         self._status = row.status
         are_ready = row.status[int(Status.READY)] == num_ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeroshard.comm import alike
 from zeroshard.comm.collectives import Collectives
-from zeroshard.comm.packets import Uneven, on_device
+from zeroshard.comm.packets import Uneven, Unread, on_device
 from zeroshard.comm.samples import first_difference
 from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
@@ -120,14 +120,18 @@ class Contribution:
     Attributes:
         weight: the sum of the weights of its losses.
         present: for each slot, whether it got a gradient; then further flags, which are set if any rank sets them.
+        settings: of this rank's step.
         on_device: bool [n], on the device: sets the last n flags as well.
+        same: samples of the gradients, if every rank has them in full.
     """
 
     status: Status
     weight: float
     norms: Norms
     present: Sequence[bool]
+    settings: SettingsReport
     on_device: Tensor | None = None
+    same: SameGradients | None = None
 
 
 Numbers = TypeVar("Numbers", Sequence[int], Tensor)
@@ -138,20 +142,15 @@ class Row(NamedTuple, Generic[Numbers]):
 
     Attributes:
         status: for each status, how many ranks have it.
-        collectives: digest of the collectives issued since the start.
-        settings: digest of the settings of this step.
-        samples: digest of samples of gathered weights since the last step.
-        gradients: digest of samples of gradients that every rank has in full.
+        digests: of the collectives issued since the start; of the settings of this step; of samples of gathered weights
+            since the last step; of samples of gradients that every rank has in full. Each as terms of `alike.py`.
         norm_terms: `gradient_norms.norm_terms`, per param group.
         weight: exact, in the form of a norm term.
         present: how many ranks have set each flag; several counts are packed into one number.
     """
 
     status: Numbers
-    collectives: Numbers
-    settings: Numbers
-    samples: Numbers
-    gradients: Numbers
+    digests: Numbers
     norm_terms: Numbers
     weight: Numbers
     present: Numbers
@@ -164,7 +163,7 @@ class Row(NamedTuple, Generic[Numbers]):
 
 def _sizes(num_groups: int) -> list[int]:
     """The sizes of all fields of a row but the last."""
-    return [len(Status), *[alike.WIDTH] * 4, num_groups * exact.WIDTH, exact.WIDTH]
+    return [len(Status), 4 * alike.WIDTH, num_groups * exact.WIDTH, exact.WIDTH]
 
 
 def row_numbers(num_groups: int, num_flags: int, num_ranks: int) -> int:
@@ -172,55 +171,33 @@ def row_numbers(num_groups: int, num_flags: int, num_ranks: int) -> int:
     return sum(_sizes(num_groups)) + len(_as_counts([False] * num_flags, num_ranks))
 
 
-@dataclass(frozen=True)
-class Question:
-    """A control exchange that has begun.
-
-    Attributes:
-        sums: on the device: a sum of packets with the `Row` of all ranks. Of a single rank: the powers of its norms.
-        answer: waits once for the device, and returns what all ranks agree on. Collective if they do not agree. It
-            raises RuntimeError, on all ranks: they step with different settings or gradients, have not issued the same
-            collectives since the start, or have gathered different values. The message says what differs, and on which
-            ranks.
-    """
-
-    sums: Tensor
-    answer: Callable[[], Control]
-
-
-def ask(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Question:
+def ask(collectives: Collectives, own: Contribution) -> Unread[Control]:
     """Begin the control exchange: contribute this rank's row to the sum of all. Collective; the host does not wait for
-    the device.
+    the device before it reads what all ranks agree on. On the device are the sums of the packets; of a single rank, the
+    powers of its norms.
 
-    Args:
-        settings: of this rank's step.
-        same: samples of the gradients, if every rank has them in full.
+    Raises (the read does; one more exchange finds what differs, and on which ranks):
+        RuntimeError: on all ranks: they step with different settings or gradients, have not issued the same collectives
+            since the start, or have gathered different values.
     """
-    if collectives.mesh.world.size == 1:
-        return _ask_oneself(collectives, own, settings)
-    return _ask_all(collectives, own, settings, same)
+    return _ask_oneself(collectives, own) if collectives.mesh.world.size == 1 else _ask_all(collectives, own)
 
 
-def _ask_all(
-    collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None
-) -> Question:
+def _ask_all(collectives: Collectives, own: Contribution) -> Unread[Control]:
     """`ask`, by an exchange."""
     norms, world = own.norms, collectives.mesh.world
-    sums = collectives.begin_sum(_pack(collectives, own, settings, same), CONTROL)
+    sums = collectives.begin_sum(_pack(collectives, own), CONTROL)
 
     def answer() -> Control:
         try:
             row = Row.read(sums.read().tolist(), norms.num_groups)
         except Uneven:
-            _expect_same_settings(collectives, settings)
+            _expect_same_settings(collectives, own.settings)
             raise
-        status = _merged(row.status)
-        _expect_agreement(collectives, row, status, settings, same)
+        status, all_alike = _merged(row.status), _expect_agreement(collectives, own, row)
         of_groups = [row.norm_terms[at : at + exact.WIDTH] for at in range(0, len(row.norm_terms), exact.WIDTH)]
         finite = not any(of_group[exact.LIMBS] for of_group in of_groups)
         weight = exact.nearly(row.weight)
-        # Also where nothing has raised: digests may differ because a rank has more samples than another one.
-        all_alike = all(map(alike.are_alike, (row.collectives, row.settings, row.samples, row.gradients)))
         return Control(
             status=status,
             weight=weight,
@@ -232,7 +209,7 @@ def _ask_all(
             holds_ahead=row.status[Status.READY] == world.size and all_alike and finite and weight > 0,
         )
 
-    return Question(sums.on_device, answer)
+    return Unread(sums.on_device, answer)
 
 
 def _merged(counts: Sequence[int]) -> dict[Status, int]:
@@ -243,7 +220,7 @@ def _merged(counts: Sequence[int]) -> dict[Status, int]:
     return status
 
 
-def _ask_oneself(collectives: Collectives, own: Contribution, settings: SettingsReport) -> Question:
+def _ask_oneself(collectives: Collectives, own: Contribution) -> Unread[Control]:
     """`ask` of a single rank, which has nothing to compare."""
     norms, flags = own.norms, own.on_device
     powers = powers_of(norms.of_pieces, norms.kind)
@@ -251,7 +228,7 @@ def _ask_oneself(collectives: Collectives, own: Contribution, settings: Settings
 
     def answer() -> Control:
         numbers = mine.read().tolist()
-        settings.end()
+        own.settings.end()
         collectives.samples.compared()
         of_pieces, seen = numbers[: len(norms.groups)], numbers[len(norms.groups) :]
         present = [*own.present]
@@ -269,7 +246,7 @@ def _ask_oneself(collectives: Collectives, own: Contribution, settings: Settings
             holds_ahead=own.status is Status.READY and finite and weight > 0,
         )
 
-    return Question(mine.on_device, answer)
+    return Unread(mine.on_device, answer)
 
 
 def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> Control:
@@ -284,17 +261,16 @@ def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> 
     )
 
 
-def _pack(collectives: Collectives, own: Contribution, settings: SettingsReport, same: SameGradients | None) -> Tensor:
+def _pack(collectives: Collectives, own: Contribution) -> Tensor:
     """This rank's row, on the device."""
-    # Nothing here may read a device value: the one wait of a step is in `Question.answer`.
+    # Nothing here may read a device value: the one wait of a step is that for the answer.
     status = [int(own.status is one) for one in Status]
     flags = _as_counts(own.present, collectives.mesh.world.size)
     (weight,) = struct.unpack("<q", struct.pack("<d", own.weight))
-    on_host = [*status, *flags, collectives.log.digest, settings.digest, *([-1] if same is None else []), weight]
+    on_host = [*status, *flags, collectives.log.digest, own.settings.digest, -1, weight]
     numbers = on_device(on_host, collectives.device)
-    digests = numbers[len(status) + len(flags) : -1]
-    gradients = digests[2:] if same is None else same.digest().view(1)
-    digests = torch.cat([digests[:2], collectives.samples.digest().view(1), gradients])
+    gradients = numbers[-2:-1] if own.same is None else own.same.digest().view(1)
+    digests = torch.cat([numbers[-4:-2], collectives.samples.digest().view(1), gradients])
     return torch.cat(
         [
             numbers[: len(status)],
@@ -324,32 +300,33 @@ def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence
     return tuple(collectives.exchange(own, CONTROL).amax(0).tolist())
 
 
-def _expect_agreement(
-    collectives: Collectives,
-    row: Row[Sequence[int]],
-    status: Mapping[Status, int],
-    settings: SettingsReport,
-    same: SameGradients | None,
-) -> None:
+def _expect_agreement(collectives: Collectives, own: Contribution, row: Row[Sequence[int]]) -> bool:
     """Check that all digests are equal on all ranks. If one is not, one more exchange finds what differs: collective,
     as all ranks see the same sums.
 
+    Returns:
+        Whether all are equal. False also where nothing raises: a rank may have more samples than another one.
+
     Raises:
-        RuntimeError: as `Question.answer`.
+        RuntimeError: as `ask`.
     """
-    if len(status) == 1 and not alike.are_alike(row.settings):  # else the caller raises for the status
-        _expect_same_settings(collectives, settings)
-    settings.end()
-    if not alike.are_alike(row.collectives):
+    status = _merged(row.status)
+    are_alike = [alike.are_alike(row.digests[at : at + alike.WIDTH]) for at in range(0, 4 * alike.WIDTH, alike.WIDTH)]
+    same_collectives, same_settings, same_samples, same_gradients = are_alike
+    if len(status) == 1 and not same_settings:  # else the caller raises for the status
+        _expect_same_settings(collectives, own.settings)
+    own.settings.end()
+    if not same_collectives:
         raise InvalidState(_first_difference(collectives))
-    if not alike.are_alike(row.samples):
+    if not same_samples:
         _expect_same_samples(collectives)
         collectives.samples.forget()
     collectives.samples.compared()  # not forgotten: a queued update may have taken further ones
-    if same is not None:
-        if set(status) == {Status.READY} and not alike.are_alike(row.gradients):
-            same.expect_same(CONTROL)
-        same.forget()
+    if own.same is not None:
+        if set(status) == {Status.READY} and not same_gradients:
+            own.same.expect_same(CONTROL)
+        own.same.forget()
+    return all(are_alike)
 
 
 def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
