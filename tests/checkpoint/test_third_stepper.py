@@ -134,7 +134,8 @@ class ShardStep:
             gradient = torch.empty(own.numel)
             unit.grads.read(own, gradient)
             momentum = self.state.momentum.setdefault(unit, torch.zeros(own.numel))
-            momentum.mul_(0.9).add_(update.apply(gradient))
+            update.apply([gradient])
+            momentum.mul_(0.9).add_(gradient)
             self.state.counts[unit] = self.state.counts.get(unit, 0) + 1
             value = main.read(own, None)
             main.write(own, value.sub_(momentum, alpha=options[0]["lr"]))

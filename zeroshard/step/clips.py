@@ -125,7 +125,7 @@ class Clips:
         ]
         with visible.unedited():
             for dtype in {part.dtype for part in parts}:
-                Update(factor, bound).apply_to_all([part for part in parts if part.dtype == dtype])
+                Update(factor, bound).apply([part for part in parts if part.dtype == dtype])
         if clipping.value is not None:
             visible.changed()  # its norm must be found anew
         self._agreement.note_clip(clipping.factor)

@@ -48,19 +48,17 @@ class FlatState:
     """The pieces that this rank updates, and their state in the inner optimizer.
 
     Attributes:
-        pieces: all pieces, in unit order.
+        pieces: all pieces, in unit order; another tuple, once some have been cut further.
         inner: the inner optimizer, whose parameters are the pieces.
-        num_cuts: how often pieces have been cut further.
     """
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._groups = assignment, assignment.groups
         self._piece_numel = sizes_for(assignment.collectives.device.type).piece
-        self.pieces = [piece for unit, keys in self._groups.items() for piece in self._cut(unit, keys)]
+        self.pieces = tuple(piece for unit, keys in self._groups.items() for piece in self._cut(unit, keys))
         if any(unit.main.needs_scratch for unit in self._groups):  # the pieces are joined in a step
             expect_no_reads(assignment.optimizer_class, assignment.defaults, [torch.empty(4, device="meta")])
         self.inner = Inner(assignment, self.tensors_of)
-        self.num_cuts = 0
 
     # Pieces ------------------------------------------------------------------------------------------------------
 
@@ -92,10 +90,9 @@ class FlatState:
                     }
                     self.inner.set_state(part.tensor, cut_state)
         position = self.pieces.index(old[0])
-        self.pieces[position : position + len(old)] = new
+        self.pieces = (*self.pieces[:position], *new, *self.pieces[position + len(old) :])
         for index, group in self.inner.groups.items():
             group["params"] = self.tensors_of(index)
-        self.num_cuts += 1
 
     def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[Piece]:
         """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than groups) are cut."""

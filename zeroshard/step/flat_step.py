@@ -118,11 +118,6 @@ class Batch:
     def tensors_of(self, group: int) -> list[Tensor]:
         return [*self._tensors.get(group, ())]
 
-    def gradients_apart(self) -> list[Tensor]:
-        """The gradients that lie apart. (They are used where they lie.)"""
-        apart = (stretch.gradients() for stretch in self.stretches if stretch.unit.grads.is_apart)
-        return [gradient for of_stretch in apart for gradient in of_stretch]
-
 
 class FlatStep:
     """Steps the pieces of main that this rank updates, in batches (see `stepper.Stepper`).
@@ -140,7 +135,7 @@ class FlatStep:
         self._sizes = sizes_for(assignment.collectives.device.type)
         self._batches: tuple[Batch, ...] = ()
         self._own: tuple[tuple[Unit, int, Interval], ...] = ()  # what `own_gradients` reads
-        self._planned_at = 0  # `num_cuts` when batches were planned
+        self._planned_for: tuple[Piece, ...] = ()
         self._plan_batches()
 
     def _set_active(self, active: dict[Unit, list[bool]]) -> None:
@@ -168,8 +163,7 @@ class FlatStep:
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of all pieces in the own shard, also if this rank updates more than its shard. Where
         gradients lie apart, whole ones."""
-        if self._planned_at != self.state.num_cuts:
-            self._plan_batches()
+        self._plan_if_cut()
         for unit, group, world in self._own:
             for tensor in unit.grads.views(world):
                 yield group, tensor
@@ -187,8 +181,7 @@ class FlatStep:
     ) -> None:
         """One step of all active pieces, a batch at a time."""
         self._set_active(active)
-        if self._planned_at != self.state.num_cuts:
-            self._plan_batches()
+        self._plan_if_cut()
         inner = self.state.inner
         try:
             for number, batch in enumerate(self._batches):
@@ -199,10 +192,6 @@ class FlatStep:
             inner.optimizer.param_groups = list(inner.groups.values())
             for index, group in inner.groups.items():
                 group["params"] = self.state.tensors_of(index)
-            # Also after an error: gradients are scratch that the next step overwrites, or views of a bucket that will
-            # be given back.
-            for piece in self.state.pieces:
-                piece.tensor.grad = None
         inner.write_options(options)
 
     @phase("step: batch")
@@ -218,18 +207,25 @@ class FlatStep:
         inner = self.state.inner
         self._gradient_scratch.rewind()
         self._main_scratch.rewind()
-        joined = [self._load(stretch, update) for stretch in batch.stretches]
-        if update.changes and (apart := batch.gradients_apart()):
-            update.apply_to_all(apart)
-        # The first batch steps every group, also groups without pieces on this rank, and every batch starts from the
-        # same options. So a class that counts steps in its groups counts one step, on all ranks, however many pieces
-        # there are.
-        for index, group in inner.groups.items():
-            group["params"] = batch.tensors_of(index)
-        stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
-        inner.read_options(options, stepped)
-        inner.optimizer.param_groups = list(stepped.values())
-        run_step(inner.optimizer, arguments, update.is_void)
+        try:
+            joined = [self._load(stretch, update) for stretch in batch.stretches]
+            apart = (piece.tensor.grad for piece in batch.pieces if piece.unit.grads.is_apart)
+            if update.changes and (gradients := [gradient for gradient in apart if gradient is not None]):
+                update.apply(gradients)
+            # The first batch steps every group, also groups without pieces on this rank, and every batch starts from
+            # the same options. So a class that counts steps in its groups counts one step, on all ranks, however many
+            # pieces there are.
+            for index, group in inner.groups.items():
+                group["params"] = batch.tensors_of(index)
+            stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
+            inner.read_options(options, stepped)
+            inner.optimizer.param_groups = list(stepped.values())
+            run_step(inner.optimizer, arguments, update.is_void)
+        finally:
+            # Also after an error: gradients are scratch that the next step overwrites, or views of a bucket that will
+            # be given back.
+            for piece in batch.pieces:
+                piece.tensor.grad = None
         for stretch, main in zip(batch.stretches, joined, strict=True):
             self._store(stretch, main, in_step=True)
 
@@ -253,12 +249,12 @@ class FlatStep:
         if stretch.is_cast:
             cast = self._gradient_scratch.allocate(stretch.world.numel, stretch.unit.main.dtype)
             for part, place in stretch.parts:
-                update.apply(grads.read(part, cast[place]))
+                update.apply([grads.read(part, cast[place])])
             gradients = stretch.divided(cast)
         else:
             gradients = stretch.gradients()
             for part, _ in stretch.parts if update.changes and not grads.is_apart else ():
-                update.apply(grads.read(part))
+                update.apply([grads.read(part)])
         for piece, gradient in zip(stretch.pieces, gradients, strict=True):
             piece.tensor.grad = gradient
         return joined
@@ -282,18 +278,19 @@ class FlatStep:
         return joined
 
     def _store(self, stretch: Stretch, joined: Tensor | None, *, in_step: bool = False) -> None:
-        for piece in stretch.pieces:
-            piece.tensor.grad = None
         stretch.unit.main.write(stretch.world, joined, at_once=stretch.at_once, in_step=in_step)
 
     # Memory ------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held, by kind: state per element, scalars (step counts), and scratch."""
-        if self._planned_at != self.state.num_cuts:
-            self._plan_batches()
+        self._plan_if_cut()
         scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
         return self.state.inner.tensors() | {"scratch": [one.storage for one in scratch]}
+
+    def _plan_if_cut(self) -> None:
+        if self._planned_for is not self.state.pieces:
+            self._plan_batches()
 
     def _plan_batches(self) -> None:
         """Divide the pieces into batches in unit order, and reserve scratch for the largest."""
@@ -308,7 +305,7 @@ class FlatStep:
             end = units.index(following[0].unit) if following else len(units)
             found.append(Batch(tuple(of_batch), tuple(units[done:end])))
             done = end
-        self._batches, self._planned_at = tuple(found), self.state.num_cuts
+        self._batches, self._planned_for = tuple(found), self.state.pieces
         self._own = tuple(_own_parts(self.state.pieces))
         self._reserve(self._gradient_scratch, lambda stretch: stretch.is_cast)
         self._reserve(self._main_scratch, lambda stretch: stretch.is_joined)

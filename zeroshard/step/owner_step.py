@@ -115,7 +115,7 @@ class OwnerStep:
     def _fetch_gradients(self, stepped: Set[WholeParameter], update: Update) -> None:
         def read(route: Route, out: Tensor) -> None:
             route.whole.unit.grads.read(route.world, out)
-            update.apply(out)
+            update.apply([out])
 
         self._to_owners([route for route in self._routes if route.whole in stepped], read, self._gradients)
 

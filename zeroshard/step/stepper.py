@@ -52,8 +52,8 @@ class Update:
     def _multiplies(self) -> bool:
         return isinstance(self.factor, Tensor) or self.factor != 1.0
 
-    def apply_to_all(self, gradients: list[Tensor]) -> None:
-        """Apply it to several tensors in place."""
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Apply it in place to gradients of one dtype."""
         if self._multiplies:
             torch._foreach_mul_(gradients, self.factor)
         if isinstance(self.clip_value, Tensor):
@@ -62,13 +62,6 @@ class Update:
         elif self.clip_value is not None:
             torch._foreach_clamp_min_(gradients, -self.clip_value)
             torch._foreach_clamp_max_(gradients, self.clip_value)
-
-    def apply(self, gradient: Tensor) -> Tensor:
-        """Apply it in place, and return the gradient."""
-        if self._multiplies:
-            gradient.mul_(self.factor)
-        bound: Any = self.clip_value  # a number or a tensor: `clamp_` takes two of the same kind
-        return gradient if bound is None else gradient.clamp_(-bound, bound)
 
 
 # Entries of a parameter's state ---------------------------------------------------------------------------------------

@@ -107,12 +107,10 @@ class Steppers:
             active: which slots of each unit take part.
             arguments: keyword arguments for the `step` of those classes that take them.
         """
-        steppers_left = {unit: sum(unit in one.assignment.groups for one in self.all) for unit in self.units}
+        last = self._last()
 
         def updated(unit: Unit) -> None:
-            steppers_left[unit] -= 1
-            # Only after the last stepper of the unit: a gather must not read weights that another one still writes.
-            if not steppers_left[unit] and self._gather(unit, active) and update.is_void is None:
+            if last[unit] is stepper and self._gather(unit, active) and update.is_void is None:
                 # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak. (If
                 # an update is void, the host may need them again.)
                 self._consume(unit)
@@ -129,14 +127,17 @@ class Steppers:
     @torch.no_grad()
     def take_part(self, active: dict[Unit, list[bool]]) -> None:
         """Take part in the gathers of a `step` that other ranks may run. Collective."""
-        # In the order in which `step` finishes the units: each with the last stepper that has it.
-        last = {unit: stepper for stepper in self.all for unit in stepper.assignment.groups}
+        last = self._last()
         self._stop_gathering()
-        for stepper in self.all:
+        for stepper in self.all:  # the order in which `step` finishes the units
             for unit in stepper.assignment.groups:
                 if last[unit] is stepper:
                     self._gather(unit, active)
         self._engine.gatherer.read()
+
+    def _last(self) -> dict[Unit, Stepper]:
+        """The last stepper of each unit. Only after it a gather may read the weights."""
+        return {unit: stepper for stepper in self.all for unit in stepper.assignment.groups}
 
     def _stop_gathering(self) -> None:
         # A gather in flight would overwrite the weights that a step is about to write.
