@@ -22,7 +22,7 @@ from zeroshard.layout.sums import CACHED_NUMEL, in_shards, parts
 from zeroshard.ranks.common import Common
 from zeroshard.ranks.mesh import Axis
 from zeroshard.ranks.pipes import PeerGone
-from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
+from zeroshard.ranks.shared_memory import NOWHERE, Location, Process, SharedMemory
 from zeroshard.ranks.trial import Probe, connect, connected, make_pipes, start
 
 
@@ -79,10 +79,8 @@ class SharedTransport(PairwiseTransport):
     def gather(self, gather: Gather) -> Pending:
         if not gather.about:  # small rows, and sums over replicas
             return super().gather(gather)
-        common = self.memory.common_of(gather.own)
-        if common is not None:
-            return self._announce_shard(gather, common)
-        location = self.memory.locate(gather.own)
+        common = self.memory.common_of(gather.own)  # each rank then only announces that its own shard is complete
+        location = self.memory.locate(gather.own) if common is None else NOWHERE
         if location is None:
             return super().gather(gather)
         axis, full, moved = gather.axis, gather.full, gather.portions
@@ -97,28 +95,17 @@ class SharedTransport(PairwiseTransport):
         announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes, location)
 
         def copy_from_peers() -> Sequence[Any]:
-            shards = in_shards(full, axis.size)
-            for rank in axis.peers:
-                theirs, inside = self._peer(announced, rank, shards[rank]), moved.inside[rank]
-                for to, value in zip(parts(shards[rank], inside), parts(theirs, inside), strict=True):
-                    to.copy_(value)
+            if common is None or not is_same_place(full, common.full):  # a scope of `unsharded` has a tensor of its own
+                shards = in_shards(full, axis.size)
+                side_by_side = None if common is None else in_shards(common.everyone.view(full.dtype), axis.size)
+                for rank in axis.peers:
+                    theirs = self._peer(announced, rank, shards[rank]) if side_by_side is None else side_by_side[rank]
+                    inside = moved.inside[rank]
+                    for to, value in zip(parts(shards[rank], inside), parts(theirs, inside), strict=True):
+                        to.copy_(value)
             return self.messages.acknowledge(axis, gather.kind) if gather.acknowledge else []
 
         return Pending(self, (), copy_from_peers, announced)
-
-    def _announce_shard(self, gather: Gather, common: Common) -> Pending:
-        """A gather of shards that lie side by side: each rank announces that its own is complete."""
-        axis, full = gather.axis, gather.full
-        announced = self.messages.announce(axis, gather.kind, gather.about, gather.num_bytes)
-
-        def copy_to_other_memory() -> Sequence[Any]:
-            if not is_same_place(full, common.full):  # a scope of `unsharded` has a tensor of its own
-                to, where = in_shards(full, axis.size), in_shards(common.everyone.view(full.dtype), axis.size)
-                for rank in axis.peers:
-                    to[rank].copy_(where[rank])
-            return self.messages.acknowledge(axis, gather.kind) if gather.acknowledge else []
-
-        return Pending(self, (), copy_to_other_memory, announced)
 
     def reduce(self, sum_: Sum) -> Pending:
         # A peer reads the buffer in the dtype in which it is held: terms that must be cast have to be sent.
