@@ -352,7 +352,6 @@ class ShardedOptimizer(TorchOptimizer):
             return  # called from the constructor, which makes the steppers itself
         state = self._steppers.gather()
         self.adopt(self.groups.newly_trainable())
-        self.groups.changed()
         self._steppers.build(self.groups)
         self._steppers.load(state)
 

@@ -86,6 +86,7 @@ class ShardState:
                     items = state.get(parameter) or {"count": 0}
                     self.counts[unit] = items["count"]
                     self.momentum.setdefault(unit, torch.zeros(unit.own_shard().numel))
+                    self._local(unit, held).zero_()
                     if "momentum" in items:
                         items["momentum"].read(held.relative_to(slot.world.start), self._local(unit, held))
 
@@ -103,9 +104,6 @@ class ShardState:
 
     def parameters(self) -> Collection[Tensor]:
         return self.gather().keys()
-
-    def clear(self) -> None:
-        self.momentum.clear()
 
 
 class ShardStep:

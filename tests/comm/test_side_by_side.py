@@ -211,7 +211,7 @@ def test_training_has_the_same_bits_and_logs_as_with_copies(num_ranks: int) -> N
     def check(rank: int) -> None:
         now = run(rank)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedTransport, "lays_side_by_side", False)
+            patch.setattr(SharedTransport, "has_common_shards", lambda *_: False)
             before = run(rank)
         assert now[0] == before[0] and same_bits(now[1], before[1]) and now[2] == before[2]
         assert now[3]["ring"] == 0 < before[3]["ring"] and {**before[3], "ring": 0} == now[3]

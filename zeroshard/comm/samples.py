@@ -80,9 +80,6 @@ class Samples:
         words = self._rows.view(torch.int64).cpu()
         return [(number, unit, words[row].tolist()) for row, (number, unit) in sorted(self._taken.items())]
 
-    def tensors(self) -> list[Tensor]:
-        return [self._rows, self._factors, self._products]
-
     def forget(self) -> None:
         """Drop the samples: they have been compared."""
         self._rows.zero_()

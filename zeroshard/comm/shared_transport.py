@@ -31,7 +31,6 @@ class SharedTransport(PairwiseTransport):
 
     name = "shared"
     reads_peers = True
-    lays_side_by_side = True
     memory: SharedMemory
 
     def __init__(

@@ -163,8 +163,6 @@ class Transport(ABC):
         orders_by_streams: whether, on an accelerator, a wait makes only the current stream wait, and not the host.
         reads_peers: whether ranks read each other's memory. Then nothing moves until a result is waited for, and this
             rank must not write to what it gave before the peers have read it.
-        lays_side_by_side: whether sharded weights on a CPU lie in common memory (`common.py`). Then a gather only
-            announces them.
         memory: the memory that peers map, or None.
         messages, log: of the mesh.
     """
@@ -172,14 +170,14 @@ class Transport(ABC):
     name: ClassVar[TransportName]
     announces: ClassVar[bool] = True
     reads_peers: ClassVar[bool] = False
-    lays_side_by_side: ClassVar[bool] = False
     orders_by_streams: ClassVar[bool] = False
     memory: SharedMemory | None = None
 
     @classmethod
     def has_common_shards(cls, num_shards: int, device_type: str) -> bool:
-        """Whether sharded weights lie side by side, on an axis of so many ranks."""
-        return cls.lays_side_by_side and num_shards > 1 and device_type == "cpu"
+        """Whether sharded weights lie in common memory (`common.py`), on an axis of so many ranks. Then a gather only
+        announces them."""
+        return cls.reads_peers and num_shards > 1 and device_type == "cpu"
 
     def __init__(self, messages: Messages, log: CommLog) -> None:
         self.messages, self.log = messages, log

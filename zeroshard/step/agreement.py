@@ -361,13 +361,12 @@ class Agreement:
     def _status(self, *, by_hand: bool) -> Status:
         if self.half_done:
             return Status.HALF_DONE
-        updated = {id(p) for unit in self._engine.units if unit.trainable for p in unit.parameters}
-        # Also parameters that would join this optimizer once they require grad.
-        watched = [*self._groups.parameters(), *self._groups.adoptable()]
-        others = [p for p in watched if id(p) not in updated]
         with as_tensors():
-            if any(p.grad is not None for p in others):
-                return Status.UNFROZEN
+            frozen = [p for unit in self._engine.units if not unit.trainable for p in unit.parameters]
+            unfrozen = {id(p) for p in frozen if p.grad is not None}
+        # Also parameters that would join this optimizer once they require grad.
+        if unfrozen and not unfrozen.isdisjoint(map(id, (*self._groups.parameters(), *self._groups.adoptable()))):
+            return Status.UNFROZEN
         if self._engine.hooks.schedule.has_raised:
             return Status.RAISED
         if self._engine.reducer.visible.doubtful is not None:

@@ -183,9 +183,6 @@ class FlatState:
         values = {key: _piece_value(piece, key, of_slot, value) for key, value in first.items()}
         self.inner.set_state(piece.tensor, {key: self._as_held(piece, key, value) for key, value in values.items()})
 
-    def clear(self) -> None:
-        self.inner.clear()
-
     # Gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:

@@ -85,10 +85,6 @@ class Inner:
         if state:
             self.optimizer.state[tensor] = state
 
-    def clear(self) -> None:
-        """Remove all state, as before the first step."""
-        self.optimizer.state.clear()
-
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}

@@ -111,9 +111,6 @@ class OwnerState:
             return where_torch_puts(key, item.clone(), options, self.device)
         return copy.deepcopy(item)
 
-    def clear(self) -> None:
-        self.inner.clear()
-
     # Gathering ---------------------------------------------------------------------------------------------------
 
     def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:

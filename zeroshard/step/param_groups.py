@@ -91,10 +91,9 @@ class ParamGroups:
 
     def newly_trainable(self) -> list[nn.Parameter]:
         """The adoptable parameters that require grad now."""
-        if not self._takes_all:
-            return []
-        trainable = {id(parameter) for parameter in self._engine.trainable_parameters()}
-        return [parameter for parameter in self._unclaimed() if id(parameter) in trainable]
+        adoptable = self.adoptable()
+        trainable = {id(parameter) for parameter in self._engine.trainable_parameters()} if adoptable else ()
+        return [parameter for parameter in adoptable if id(parameter) in trainable]
 
     def with_adopted(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters of each group after these have joined the first group, which is in the order of the model."""

@@ -62,9 +62,6 @@ class SameGradients:
         self._samples.forget()
         self._samples.compared()
 
-    def tensors(self) -> list[Tensor]:
-        return self._samples.tensors()
-
 
 _NOBODY_AVERAGES = (
     "An optimizer that is built from parameters leaves it to others to average their gradients over the ranks: wrap "

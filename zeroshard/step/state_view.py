@@ -62,7 +62,7 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def clear(self) -> None:
         """Remove all state, as before the first step."""
-        self._steppers.clear()
+        self._steppers.load({})
 
     def __repr__(self) -> str:
         return f"<the state of {len(self._params)} parameters, gathered when it is read: optimizer.state[parameter]>"

@@ -197,9 +197,6 @@ class StepperState(Protocol):
     def parameters(self) -> Collection[Tensor]:
         """The parameters that have state on any rank. Collective."""
 
-    def clear(self) -> None:
-        """Remove all state, as before the first step."""
-
 
 class Stepper(Protocol):
     """Updates this rank's parts of main, of some param groups, and the own weights with them."""

@@ -220,12 +220,6 @@ class Steppers:
         """The parameters that have state. Collective."""
         return {*self.waiting}.union(*(stepper.state.parameters() for stepper in self.all))
 
-    def clear(self) -> None:
-        """Remove all state, as before the first step."""
-        self.waiting.clear()
-        for stepper in self.all:
-            stepper.state.clear()
-
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held, by kind."""
         kinds: dict[str, list[Tensor]] = {}

@@ -52,10 +52,6 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     def agree(self, norm_type: float | None = None) -> Control:
         """The control exchange of `clip_grad_norm_` and `step`."""
 
-    @abstractmethod
-    def look_for_newcomers(self) -> None:
-        """Look for parameters that begin to train."""
-
     # State -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, rank0_only: bool = False, device: torch.device | str | None = None) -> dict[str, Any]:
