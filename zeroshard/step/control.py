@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -361,13 +361,17 @@ def _first_difference(collectives: Collectives) -> str:
     lists: dict[str, list[str]] = {}
     for event in collectives.log.entries:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")
-    recent = {op: [len(units), units[-_RECENT:]] for op, units in lists.items()}
+    recent = {op: [*enumerate(units)][-_RECENT:] for op, units in lists.items()}
     found = collectives.exchange_objects(recent, CONTROL)
     where = "they issued them in another order, longer ago than the logs tell"
-    for rank, theirs in enumerate(found[1:], start=1):
-        pair = next((pair for op in sorted({*found[0], *theirs}) if (pair := _compare(op, found[0], theirs))), None)
-        if pair is not None:
-            where = f"{pair[0]}: rank 0 was at {pair[1]} where rank {rank} was at {pair[2]}"
+    of_ranks = [(op, rank) for rank in range(1, len(found)) for op in sorted({*found[0], *found[rank]})]
+    for op, rank in of_ranks:
+        mine, theirs = dict(found[0].get(op, ())), dict(found[rank].get(op, ()))
+        first = max(min(one, default=0) for one in (mine, theirs))  # from there on both tell
+        differing = [at for at in {**mine, **theirs} if at >= first and mine.get(at) != theirs.get(at)]
+        if differing:
+            here, there = (one.get(min(differing), "nothing more") for one in (mine, theirs))
+            where = f"{op}: rank 0 was at {here} where rank {rank} was at {there}"
             break
     return (
         f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
@@ -403,16 +407,3 @@ def _expect_same_samples(collectives: Collectives) -> None:
             "`with handle.unsharded(write=True):`), or does the optimizer draw random numbers? If not, what is sent "
             "between the ranks does not arrive as it was. Continue from a checkpoint"
         )
-
-
-def _compare(op: str, mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[str, str, str] | None:
-    (my_count, my_units), (their_count, their_units) = mine.get(op, [0, []]), theirs.get(op, [0, []])
-    first = max(my_count - len(my_units), their_count - len(their_units))
-    for index in range(first, max(my_count, their_count)):
-        pair = [
-            units[index - (count - len(units))] if index < count else "nothing more"
-            for count, units in ((my_count, my_units), (their_count, their_units))
-        ]
-        if pair[0] != pair[1]:
-            return op, pair[0], pair[1]
-    return None

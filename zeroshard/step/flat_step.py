@@ -130,9 +130,10 @@ class FlatStep:
         self.assignment = assignment
         self.state = FlatState(assignment)
         self.optimizer = self.state.inner.optimizer
-        self._gradient_scratch, self._main_scratch, self._held_scratch = Scratch(), Scratch(), Scratch()
+        device = assignment.collectives.device
+        self._gradient_scratch, self._main_scratch, self._held_scratch = (Scratch(device) for _ in range(3))
         self._active: dict[Unit, list[bool]] = {}
-        self._sizes = sizes_for(assignment.collectives.device.type)
+        self._sizes = sizes_for(device.type)
         self._batches: tuple[Batch, ...] = ()
         self._own: tuple[tuple[Unit, int, Interval], ...] = ()  # what `own_gradients` reads
         self._planned_for: tuple[Piece, ...] = ()
@@ -307,23 +308,20 @@ class FlatStep:
             done = end
         self._batches, self._planned_for = tuple(found), self.state.pieces
         self._own = tuple(_own_parts(self.state.pieces))
-        self._reserve(self._gradient_scratch, lambda stretch: stretch.is_cast)
-        self._reserve(self._main_scratch, lambda stretch: stretch.is_joined)
-
-        held = [
+        self._gradient_scratch.reserve(self._most(lambda stretch: stretch.is_cast))
+        self._main_scratch.reserve(self._most(lambda stretch: stretch.is_joined))
+        held = (
             scratch_bytes(min(self._sizes.at_once, unit.main.interval.numel), unit.main.weights.dtype)
             for unit in {piece.unit for piece in self.state.pieces if piece.unit.main.follows}
-        ]
-        if held:
-            self._held_scratch.reserve(max(held), self.state.pieces[0].tensor.device)
+        )
+        self._held_scratch.reserve(max(held, default=0))
 
-    def _reserve(self, scratch: Scratch, needed: Callable[[Stretch], bool]) -> None:
-        sizes = [
+    def _most(self, needed: Callable[[Stretch], bool]) -> int:
+        """The most bytes that the stretches of a batch need."""
+        return max(
             sum(scratch_bytes(one.world.numel, one.unit.main.dtype) for one in batch.stretches if needed(one))
             for batch in self._batches
-        ]
-        if any(sizes):
-            scratch.reserve(max(sizes), self.state.pieces[0].tensor.device)
+        )
 
 
 def _is_in_place(unit: Unit) -> bool:

@@ -39,14 +39,14 @@ def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
 class Scratch:
     """One storage that is divided among the pieces of a batch, and reused by the next batch."""
 
-    def __init__(self) -> None:
-        self.storage = torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device)
         self._at = 0
 
-    def reserve(self, num_bytes: int, device: torch.device) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Make the storage at least this large. A larger one replaces it: its values are lost."""
         if num_bytes > self.storage.numel():
-            self.storage = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self.storage = self.storage.new_empty(num_bytes)
 
     def rewind(self) -> None:
         self._at = 0
