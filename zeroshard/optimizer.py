@@ -163,7 +163,7 @@ class ShardedOptimizer(TorchOptimizer):
             elementwise=elementwise,
             **taken_over.arguments_of(optimizer, arguments),
         )
-        made._state_dicts().load(taken_over.state_dict_of(optimizer), made.adopt)
+        made._load(taken_over.state_dict_of(optimizer))
         taken_over.hand_over(optimizer, made)
         return made
 

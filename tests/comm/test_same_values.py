@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, plans_of, same_bits
+from zeroshard.comm import same
 from zeroshard.comm.same import differing, fingerprint
 from zeroshard.io.tensor_file import bytes_of
-from zeroshard.layout import digest
 from zeroshard.testing import run_ranks
 
 
@@ -168,9 +168,9 @@ def test_a_fingerprint_tells_values_shapes_and_dtypes_apart() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_a_digest_sees_a_change_of_any_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_CHUNK", 3)
+    monkeypatch.setattr(same, "_CHUNK", 3)
     before = torch.arange(40, dtype=torch.uint8)
     for at, bit in product(range(40), range(8)):
         after = before.clone()
         after[at] ^= 1 << bit
-        assert digest.digest(after.view(dtype)) != digest.digest(before.view(dtype)), (at, bit)
+        assert same.digest(after.view(dtype)) != same.digest(before.view(dtype)), (at, bit)

@@ -7,6 +7,7 @@ parameter of a single element it does not: moments and step counts look alike. T
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,6 @@ from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
 from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.low_bit import dense, quantise
-from zeroshard.step.pieces import Piece
 from zeroshard.step.stepper import (
     FullState,
     Need,
@@ -42,6 +42,25 @@ ELEMENTWISE, SCALAR, PLAIN = "elementwise", "scalar", "plain"
 
 Described = dict[str, list[Any]]
 """Key -> [ELEMENTWISE, dtype], [SCALAR, dtype, shape, number] or [PLAIN, value as JSON]."""
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """One flat parameter of the inner optimizer.
+
+    Attributes:
+        world: its range in the unit's buffers.
+        group: index of the param group.
+        tensor: [world.numel] in the main dtype; the key of the inner optimizer's state. A view of main; or, if main
+            must be joined, pointed to scratch during the step.
+        active: whether it takes part in the next step (its parameters have gradients).
+    """
+
+    unit: Unit
+    world: Interval
+    group: int
+    tensor: Tensor
+    active: bool = True
 
 
 class FlatState:

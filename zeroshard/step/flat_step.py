@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.ranges import phase
-from zeroshard.layout.cuts import batches, sizes_for
-from zeroshard.layout.interval import Interval
+from zeroshard.layout.cuts import SCRATCH_ALIGNMENT, batches, sizes_for
+from zeroshard.layout.interval import Interval, round_up
 from zeroshard.step.assignment import Assignment, Options
-from zeroshard.step.flat_state import FlatState, main_tensor
+from zeroshard.step.flat_state import FlatState, Piece, main_tensor
 from zeroshard.step.inner import Arguments, run_step
-from zeroshard.step.pieces import Piece, Scratch, scratch_bytes
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import in_parts
 from zeroshard.storage.unit import Unit
@@ -117,6 +116,32 @@ class Batch:
 
     def tensors_of(self, group: int) -> list[Tensor]:
         return [*self._tensors.get(group, ())]
+
+
+def scratch_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes that a piece needs in a `Scratch`, rounded up so that the next piece is aligned."""
+    return round_up(numel * dtype.itemsize, SCRATCH_ALIGNMENT)
+
+
+class Scratch:
+    """One storage that is divided among the pieces of a batch, and reused by the next batch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device)
+        self._at = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make the storage at least this large. A larger one replaces it: its values are lost."""
+        if num_bytes > self.storage.numel():
+            self.storage = self.storage.new_empty(num_bytes)
+
+    def rewind(self) -> None:
+        self._at = 0
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel], uninitialised."""
+        start, self._at = self._at, self._at + scratch_bytes(numel, dtype)
+        return self.storage[start : start + numel * dtype.itemsize].view(dtype)
 
 
 class FlatStep:

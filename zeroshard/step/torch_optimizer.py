@@ -5,6 +5,7 @@ The state is sharded; here it has torch's own form.
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,16 +16,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from zeroshard.comm.ranges import phase
+from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.full_state import Destination
+from zeroshard.runtime.from_rank0 import FromRank0
+from zeroshard.runtime.full_state import PASS_THE_SAME, Destination
+from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.agreement import Agreement
 from zeroshard.step.clipping import Clipping
 from zeroshard.step.control import Control
 from zeroshard.step.param_groups import ParamGroups
-from zeroshard.step.state_dict import StateDicts
 from zeroshard.step.state_view import StateView
+from zeroshard.step.stepper import stepped
 from zeroshard.step.steppers import Steppers
 from zeroshard.step.uneven_inputs import FollowerHook, UnevenInputs
 
@@ -67,7 +72,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         self.engine.check_open("state_dict")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        result = self._state_dicts().collect(Destination(rank0_only, device))
+        result = self._collect(Destination(rank0_only, device))
         for after in self._optimizer_state_dict_post_hooks.values() if result else ():
             result = after(self, result) or result
         return result
@@ -89,15 +94,80 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict or {}) or state_dict
         if broadcast_from_rank0:
-            self._state_dicts().load_from_rank0(state_dict, self.adopt)
+            self._load_from_rank0(state_dict)
         else:
-            self._state_dicts().load(dict(state_dict or {}), self.adopt)
+            self._load(dict(state_dict or {}))
         self.agreement.half_done = False
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _state_dicts(self) -> StateDicts:
-        return StateDicts(self.groups, self._steppers, self.scaling, self.engine)
+    @phase("state_dict")
+    def _collect(self, destination: Destination) -> dict[str, Any]:
+        state = self._steppers.gather(destination=destination)
+        if not destination.includes(self.engine.collectives.mesh.world.rank):
+            return {}
+        numbered = {number: state[p] for number, p in enumerate(self.groups.parameters()) if p in state}
+        scale = self.agreement.losses.state_dict()
+        return {
+            "state": numbered,
+            "param_groups": self.groups.as_saved(),
+            **({"loss_scale": scale} if scale else {}),
+        }
+
+    @phase("load_state_dict")
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self._expect_same(state_dict)
+        self.adopt(self.groups.adopted_with(state_dict))
+        self._steppers.load(self.groups.state_by_parameter(state_dict), as_main=True)
+        self._load_rest(state_dict)
+
+    @phase("load_state_dict")
+    def _load_from_rank0(self, state_dict: dict[str, Any] | None) -> None:
+        source = FromRank0(self.engine.collectives, state_dict, self._expect_fitting)
+        self.adopt(self.groups.adopted_with(source.state_dict))
+        state, done = self.groups.state_by_parameter(source.state_dict), stepped(self._steppers.all)
+        self._steppers.waiting.clear()
+        of_units = [unit.parameters for unit in self._steppers.units]
+        for params in [*of_units, [p for p in state if p not in done]]:
+            received = {p: source.receive(state[p]) for p in params if p in state}
+            self._steppers.load(state | received, dict.fromkeys(params), as_main=True)
+        self._load_rest({**source.state_dict, "param_groups": source.receive(source.state_dict["param_groups"])})
+
+    def _load_rest(self, state_dict: dict[str, Any]) -> None:
+        for group, saved in zip(self.groups.lists, state_dict["param_groups"], strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+        self.agreement.losses.load_state_dict(state_dict.get("loss_scale", {}))
+
+    def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: param groups differ, or an item of state has another shape.
+        """
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise InvalidValue(
+                "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
+                f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
+            )
+        self._steppers.expect_fitting(self.groups.state_by_parameter(state_dict))
+
+    def _expect_same(self, state_dict: dict[str, Any]) -> None:
+        """Check that it fits, and is the same on every rank. Collective.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        collectives, what = self.engine.collectives, "load_state_dict"
+        together(collectives, what, partial(self._expect_fitting, state_dict))
+        names = names_by_id(self.engine.units)
+        values = {
+            f"state {key!r} of {names.get(id(p), '(unknown)')}": value
+            for p, of_one in self.groups.state_by_parameter(state_dict).items()
+            for key, value in of_one.items()
+        }
+        for number, group in enumerate(state_dict["param_groups"]):
+            values |= {f"{key!r} of param group {number}": value for key, value in group.items()}
+        values["loss_scale"] = state_dict.get("loss_scale", {})
+        expect_same(collectives, values, what, PASS_THE_SAME)
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
