@@ -264,9 +264,10 @@ class ShardedOptimizer(TorchOptimizer):
         skip = self.agreement.is_skipped(control, control.norm * mean)
         if not skip:
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
+            active = self.agreement.active(control)
             if not self.agreement.is_updated:
-                self._update(self.agreement.active(control), self.clipping.update(mean), arguments)
-            self.agreement.learn(control)
+                self._update(active, self.clipping.update(mean), arguments)
+            self.agreement.learn(control, active)
         else:
             words = "a step is skipped: gradient norm %s, loss scale %s"
             tell(self.engine.collectives.mesh.world.rank, words, control.norm * mean, scale)

@@ -129,8 +129,4 @@ class NativeTransport(Transport):
 
 def _different(axes: Sequence[Axis]) -> list[Axis]:
     """One axis for each group of more than one rank, in order."""
-    found: dict[dist.ProcessGroup, Axis] = {}
-    for axis in axes:
-        if axis.size > 1:
-            found.setdefault(axis.group, axis)
-    return [*found.values()]
+    return [*{axis.group: axis for axis in axes if axis.size > 1}.values()]

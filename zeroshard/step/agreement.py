@@ -52,21 +52,20 @@ class Asked:
     """A control exchange that has begun, on this rank.
 
     Attributes:
-        version: of the gradients.
+        about: equal as long as the gradients are those of this exchange, and no weights have been read since (a rank
+            may still read its peers' memory then, which a step writes: so the ranks agree anew).
         settings: the first ones are compared; then those of further calls before the step. None: this rank is a
             follower.
         status: of this rank, as told to the others.
         flags: which slots have gradients on this rank.
         gradients: (param group, gradient) of the own shard.
-        num_reads: how often weights had been read in full. After another time a rank may still read its peers' memory,
-            which a step writes: so the ranks agree anew.
         verdict: what the device concludes, if the step goes ahead.
         is_ahead: whether the update has been queued before the answer.
         control: the answer, once it has come.
         clipped_by: what clips have multiplied the gradients by since.
     """
 
-    version: object
+    about: object
     settings: list[Settings | None]
     norm_type: float
     by_hand: ByHand
@@ -74,18 +73,10 @@ class Asked:
     status: Status
     flags: Sequence[bool]
     gradients: Sequence[tuple[int, Tensor]]
-    num_reads: int
     verdict: Verdict | None = None
     is_ahead: bool = False
     control: Control | None = None
     clipped_by: float = 1.0
-
-    def is_about(self, version: object, norm_type: float, by_hand: ByHand, num_reads: int) -> bool:
-        """Whether the gradients are still those of this exchange, and no weights have been read since."""
-        waits = {} if self.control is not None else self.by_hand  # the answer has reduced them
-        mine, theirs = ({at: _address(gradient) for at, gradient in one.items()} for one in (waits, by_hand))
-        is_same = self.version == version and self.norm_type == norm_type and self.num_reads == num_reads
-        return mine == theirs and is_same
 
 
 class Agreement:
@@ -157,8 +148,7 @@ class Agreement:
         Raises:
             RuntimeError, ValueError: as `answer`.
         """
-        settings = None if self.follows else self._settings(arguments)
-        self._ask(settings, norm_type, needs_host=self.clipping.needs_host)
+        self._ask(None if self.follows else self._settings(arguments), norm_type, needs_host=self.clipping.needs_host)
 
     def _ask(self, settings: Settings | None, norm_type: float | None, *, needs_host: bool) -> None:
         """`settings`: of this rank; None: it is a follower."""
@@ -166,8 +156,7 @@ class Agreement:
         if norm_type is None:
             norm_type = self._asked.norm_type if self._asked else 2.0
         by_hand = self._engine.reducer.notice()
-        now = self._engine.reducer.version
-        if self._asked and self._asked.is_about(now, norm_type, by_hand, self._engine.collectives.num_reads):
+        if self._asked and self._asked.about == self._about(norm_type, by_hand):
             self._asked.settings.append(settings)
             return
         if self._asked:
@@ -176,7 +165,7 @@ class Agreement:
             _meet_again(self._engine.collectives, self.units)
         self._reported.begin(settings)
         try:
-            with self._told(norm_type, now):
+            with self._told(norm_type):
                 self._asked = self._begin(settings, norm_type, by_hand, needs_host=needs_host)
                 if self._engine.collectives.orders is not None:
                     self.answer()
@@ -230,7 +219,7 @@ class Agreement:
             self._asked.clipped_by *= factor
 
     @contextmanager
-    def _told(self, norm_type: float, version: object) -> Iterator[None]:
+    def _told(self, norm_type: float) -> Iterator[None]:
         """In a join, order the followers to take part in the control exchange that runs inside."""
         orders = self._engine.collectives.orders
         if orders is None:
@@ -239,7 +228,7 @@ class Agreement:
         self.ahead.forget()  # on leaders and followers alike: what they remember must stay equal
         if id(self) not in orders.names:
             raise InvalidState("join: build the optimizer before `with handle.join():`")
-        orders.expect_no_edits(version)
+        orders.expect_no_edits(self._engine.reducer.version)
         orders.give("agree", orders.names[id(self)], norm_type, self.situation(orders))
         with orders.told():
             yield
@@ -277,8 +266,12 @@ class Agreement:
             self.same,
         )
         question = ask(self._engine.collectives, contribution)
-        version, reads = self._engine.reducer.version, self._engine.collectives.num_reads
-        return Asked(version, [settings], norm_type, by_hand, question, status, flags, gradients, reads)
+        about = self._about(norm_type, by_hand)
+        return Asked(about, [settings], norm_type, by_hand, question, status, flags, gradients)
+
+    def _about(self, norm_type: float, by_hand: ByHand) -> object:
+        addresses = {at: _address(gradient) for at, gradient in by_hand.items()}
+        return self._engine.reducer.version, norm_type, addresses, self._engine.collectives.num_reads
 
     # Ahead of the answer ---------------------------------------------------------------------------------------------
 
@@ -307,10 +300,10 @@ class Agreement:
         asked = self._asked
         return asked is not None and asked.is_ahead and asked.control is not None and asked.control.holds_ahead
 
-    def learn(self, control: Control) -> None:
+    def learn(self, control: Control, active: dict[Unit, list[bool]]) -> None:
         """After an update: whether the next one can go ahead."""
         assert self._asked is not None, "`ask` was called"
-        self.ahead.learn(control, self.active(control), self._asked.flags)
+        self.ahead.learn(control, active, self._asked.flags)
 
     def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
         of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
