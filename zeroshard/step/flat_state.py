@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidValue
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
 from zeroshard.layout.cuts import cut, sizes_for
@@ -103,10 +103,11 @@ class FlatState:
             for part in new if state else ():
                 if part.world in piece.world:
                     local = part.world.relative_to(piece.world.start).slice
-                    cut_state = {
-                        key: self._as_held(part, key, _part_of_state(key, value, local, piece.tensor.numel()))
-                        for key, value in state.items()
-                    }
+                    cut_state = {}
+                    for key, value in state.items():
+                        is_cut = self._form(piece, key, value) == ELEMENTWISE
+                        found = dense(value)[local] if is_cut else value
+                        cut_state[key] = self._as_held(part, key, found.clone() if isinstance(found, Tensor) else found)
                     self.inner.set_state(part.tensor, cut_state)
         position = self.pieces.index(old[0])
         self.pieces = (*self.pieces[:position], *new, *self.pieces[position + len(old) :])
@@ -123,11 +124,23 @@ class FlatState:
                 if group is not None:  # padding alone is not stepped: it stays zero
                     yield Piece(unit, world, group, main_tensor(unit, world))
 
-    def _is_elementwise(self, piece: Piece, key: str, value: Tensor) -> bool:
-        """Whether an item of a piece's state has a value for every element of it."""
-        if value.shape != piece.tensor.shape:
-            return False
-        return value.numel() != 1 or self.elementwise(piece.group).get(key, True)
+    def _form(self, piece: Piece, key: str, value: Any) -> str:
+        """The form of an item of a piece's state.
+
+        Raises:
+            ValueError: it is a tensor of another shape.
+        """
+        if not isinstance(value, Tensor):
+            return PLAIN
+        if value.shape == piece.tensor.shape and (value.numel() != 1 or self.elementwise(piece.group).get(key, True)):
+            return ELEMENTWISE
+        if value.numel() == 1:
+            return SCALAR
+        layout = piece.unit.layout
+        raise InvalidValue(
+            f"the optimizer's state {key!r} of {layout.slots[layout.slots_in(piece.world)[0]].name} has the shape "
+            f"{tuple(value.shape)}: neither elementwise nor a single number"
+        )
 
     def _as_held(self, piece: Piece, key: str, value: Any) -> Any:
         """An item of a piece's state in the form that the class expects: torchao's classes quantise moments, by their
@@ -155,14 +168,12 @@ class FlatState:
             for fragment in piece.unit.layout.fragments_in(piece.world & piece.unit.own_shard()):
                 slot, param = fragment.slot, fragment.param
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
+                    if self._form(piece, key, value) == ELEMENTWISE:
                         if not self._quantises:
                             expect_dense(slot.name, key, value)
                         read = partial(_read_fragment, value, fragment)
                         yield StateChunk(slot.name, key, slot.shape, value.dtype, param, False, read)
                     elif param.start == 0:  # one rank per parameter
-                        if isinstance(value, Tensor) and value.numel() != 1:
-                            raise InvalidValue(f"state {key} of {slot.name} has the shape {tuple(value.shape)}")
                         yield whole_entry(slot.name, key, value, False)
 
     # Loading -----------------------------------------------------------------------------------------------------
@@ -257,16 +268,13 @@ class FlatState:
             where = f"the optimizer's state {key!r} of {slot.name}"
             if not isinstance(key, str):
                 raise InvalidValue(f"{where}: its name must be a text")
-            if not isinstance(value, Tensor):
+            form = self._form(piece, key, value)
+            if form == PLAIN:
                 result[key] = [PLAIN, encode(value, no_tensors, where)]
-            elif self._is_elementwise(piece, key, value):
+            elif form == ELEMENTWISE:
                 result[key] = [ELEMENTWISE, DTYPE_NAMES[value.dtype]]
-            elif value.numel() == 1:
-                result[key] = [SCALAR, DTYPE_NAMES[value.dtype], list(value.shape), value.item()]
             else:
-                raise InvalidValue(
-                    f"{where} has the shape {tuple(value.shape)}: neither elementwise nor a single number"
-                )
+                result[key] = [SCALAR, DTYPE_NAMES[value.dtype], list(value.shape), value.item()]
         return result
 
     def _gather_key(self, unit: Unit, key: str, dtype: torch.dtype) -> Tensor:
@@ -275,7 +283,7 @@ class FlatState:
         assert gathered.full is not None
         for piece in self.of_unit(unit):
             value = self.inner.state_of(piece.tensor).get(key)
-            if isinstance(value, Tensor) and self._is_elementwise(piece, key, value):
+            if self._form(piece, key, value) == ELEMENTWISE:
                 gathered.full[piece.world.slice] = dense(value)
         gathered.redistribute(REPLICATED, self._assignment.collectives, unit=unit.name, phase="state")
         gathered.arrive()
@@ -294,16 +302,6 @@ def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:
     if len(parts) == 1:
         return [piece]
     return [Piece(piece.unit, part, piece.group, main_tensor(piece.unit, part), piece.active) for part in parts]
-
-
-def _part_of_state(key: str, value: Any, local: slice, numel: int) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == (numel,):
-        return dense(value)[local].clone()
-    if value.numel() == 1:
-        return value.clone()
-    raise InvalidState(f"optimizer state {key!r} of shape {tuple(value.shape)} is neither elementwise nor a scalar")
 
 
 def _read_fragment(value: Tensor, fragment: Fragment, param: Interval) -> Tensor:
