@@ -45,7 +45,7 @@ def expect_accounted(handle: zeroshard.Handle, before: dict[int, int], stray: in
     shared = handle.engine.collectives.transport.memory
     foreign = {tensor.untyped_storage()._cdata for tensor in (shared.mapped() if shared is not None else [])}
     same = [optimizer.agreement.same for optimizer in handle.engine.claims.owners()]
-    samples = [handle.engine.collectives.samples, *(one._samples for one in same if one is not None)]
+    samples = [handle.engine.collectives.samples, *(one for one in same if one is not None)]
     old = before | storages([value for one in samples for value in vars(one).values() if isinstance(value, Tensor)])
     for _ in range(looks):
         new = {at: size for at, size in live_storages(foreign).items() if at not in old and size > 64}

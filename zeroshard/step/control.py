@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -196,17 +196,15 @@ def _ask_all(collectives: Collectives, own: Contribution) -> Unread[Control]:
             raise
         status, all_alike = _merged(row.status), _expect_agreement(collectives, own, row)
         of_groups = [row.norm_terms[at : at + exact.WIDTH] for at in range(0, len(row.norm_terms), exact.WIDTH)]
-        finite = not any(of_group[exact.LIMBS] for of_group in of_groups)
-        weight = exact.nearly(row.weight)
+        weight, found = exact.nearly(row.weight), _found(collectives, norms, of_groups)
+        is_ready = row.status[Status.READY] == world.size and all_alike
         return Control(
             status=status,
             weight=weight,
-            group_norms=_group_norms(collectives, norms, of_groups),
-            norm_to_clip=norm_to_clip(of_groups) if norms.kind == 2 else None,
             norm_type=norms.kind,
-            finite=finite,
+            **found,
             present=_of_any(row.present, len(own.present), world.size),
-            holds_ahead=row.status[Status.READY] == world.size and all_alike and finite and weight > 0,
+            holds_ahead=is_ready and found["finite"] and weight > 0,
         )
 
     return Unread(sums.on_device, answer)
@@ -252,13 +250,7 @@ def _ask_oneself(collectives: Collectives, own: Contribution) -> Unread[Control]
 def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> Control:
     """`control` with norms that have been computed again. Collective."""
     sums = collectives.add_up(_norm_terms(collectives, norms).view(-1), CONTROL).view(-1, exact.WIDTH).tolist()
-    finite = not any(of_group[exact.LIMBS] for of_group in sums)
-    return replace(
-        control,
-        group_norms=_group_norms(collectives, norms, sums),
-        norm_to_clip=norm_to_clip(sums) if norms.kind == 2 else None,
-        finite=finite,
-    )
+    return replace(control, **_found(collectives, norms, sums))
 
 
 def _pack(collectives: Collectives, own: Contribution) -> Tensor:
@@ -289,6 +281,15 @@ def _norm_terms(collectives: Collectives, norms: Norms) -> Tensor:
     if collectives.mesh.replicate.rank:
         terms[:, : exact.LIMBS] = 0
     return terms
+
+
+def _found(collectives: Collectives, norms: Norms, sums: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What a `Control` says of the norms. `sums`: of the norm terms of all ranks, per param group. Collective."""
+    return {
+        "group_norms": _group_norms(collectives, norms, sums),
+        "norm_to_clip": norm_to_clip(sums) if norms.kind == 2 else None,
+        "finite": not any(of_group[exact.LIMBS] for of_group in sums),
+    }
 
 
 def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence[int]]) -> tuple[float, ...]:

@@ -6,8 +6,6 @@ gradients. Under DDP they differ if one rank has changed `p.grad`.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.samples import Listing, Samples
 from zeroshard.errors import InvalidState
@@ -18,29 +16,25 @@ _AT_A_TIME = 8
 """How many parameters are sampled in one step; the next step samples the following ones."""
 
 
-class SameGradients:
-    """Of one optimizer, on one rank."""
+class SameGradients(Samples):
+    """The samples of the gradients of one optimizer, on one rank."""
 
     @outside_inference
     def __init__(self, collectives: Collectives) -> None:
+        super().__init__(collectives.device)
         self._collectives = collectives
-        self._samples = Samples(collectives.device)
         self._external = False
 
     def look(self, units: dict[Unit, set[int]]) -> None:
         """Sample some of the gradients of these slots, which every rank has in full."""
         slots = [(unit, index) for unit, of_unit in units.items() for index in sorted(of_unit)]
-        first = self._samples.turn * _AT_A_TIME
+        first = self.turn * _AT_A_TIME
         self._external = any(unit.grads.is_external for unit in units)
         for number in range(first, first + min(_AT_A_TIME, len(slots))):
             unit, index = slots[number % len(slots)]
             gradient = unit.grads.in_full(index)
             if gradient is not None:
-                self._samples.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
-
-    def digest(self) -> Tensor:
-        """0-d int64, a digest of the samples."""
-        return self._samples.digest()
+                self.take(number, unit.layout.slots[index].name, gradient.detach().reshape(-1))
 
     def expect_same(self, what: str) -> None:
         """One more exchange, after digests have differed. `what`: its purpose.
@@ -48,7 +42,7 @@ class SameGradients:
         Raises:
             RuntimeError: on every rank, with the first parameter that differs.
         """
-        found = self._collectives.exchange_objects(self._samples.listing(), what)
+        found = self._collectives.exchange_objects(self.listing(), what)
         self.forget()
         for rank, theirs in enumerate(found[1:], start=1):
             if difference := _difference(found[0], theirs, rank, "parameter number " if self._external else ""):
@@ -58,9 +52,8 @@ class SameGradients:
                 )
 
     def forget(self) -> None:
-        """Drop the samples: they have been compared."""
-        self._samples.forget()
-        self._samples.compared()
+        super().forget()
+        self.compared()
 
 
 _NOBODY_AVERAGES = (
