@@ -248,9 +248,10 @@ def test_pieces_cover_what_has_a_key_and_stay_inside_shards(
     layout: BufferLayout, keys: list[str | None], piece_numel: int
 ) -> None:
     keys = keys[: len(layout.slots)]
-    pieces = list(cut(layout, keys, piece_numel))
+    pieces = list(cut(layout, keys, Interval(0, layout.numel), piece_numel))
     owner: list[str | None] = [None] * layout.numel
-    for key, world in pieces:
+    for world in pieces:
+        key = [key for key, slot in zip(keys, layout.slots, strict=True) if slot.world.start <= world.start][-1]
         assert 0 < world.numel <= piece_numel
         assert any(world in layout.shard(rank) for rank in range(layout.num_shards))
         assert owner[world.slice] == [None] * world.numel
@@ -260,7 +261,7 @@ def test_pieces_cover_what_has_a_key_and_stay_inside_shards(
     for part in layout.padding:
         before = [key for key, slot in zip(keys, layout.slots, strict=True) if slot.world.start < part.stop]
         assert owner[part.slice] == [before[-1]] * part.numel
-    assert pieces == sorted(pieces, key=lambda piece: piece[1])
+    assert pieces == sorted(pieces)
 
 
 ALIGNED = st.builds(packed, SHAPES.filter(len), st.integers(1, 5))
@@ -273,7 +274,7 @@ def test_pieces_start_at_a_block_unless_a_param_group_does(
     """The rule that keeps fused kernels bit-equal: an incomplete vector occurs only at the end of a param group."""
     keys = keys[: len(layout.slots)]
     group_starts = {slot.world.start for i, slot in enumerate(layout.slots) if i == 0 or keys[i] != keys[i - 1]}
-    for _, world in cut(layout, keys, piece_numel):
+    for world in cut(layout, keys, Interval(0, layout.numel), piece_numel):
         assert world.start % ALIGNMENT == 0 or world.start in group_starts
         assert world.stop % ALIGNMENT == 0 or world.stop in group_starts
         assert world.start % SLOT_ALIGNMENT == world.stop % SLOT_ALIGNMENT == 0
@@ -288,8 +289,12 @@ def test_counted_pieces_are_those_that_are_cut(
     also if all slots are empty."""
     keys, itemsizes = keys[: len(layout.slots)], data.draw(st.lists(st.sampled_from([0, 2, 4]), min_size=1, max_size=3))
     limit, by_slot = data.draw(st.integers(1, 4000)), layout.num_shards == 1 and data.draw(st.booleans())
-    for within in (Interval(0, layout.numel), *(layout.shard(rank) for rank in range(layout.num_shards))):
-        pieces = [world for _, world in cut(layout, keys, piece_numel, by_slot=by_slot) if world in within]
+    everything = Interval(0, layout.numel)
+    for within in (everything, *(layout.shard(rank) for rank in range(layout.num_shards))):
+        pieces = list(cut(layout, keys, within, piece_numel, by_slot=by_slot))
+        assert pieces == [
+            world for world in cut(layout, keys, everything, piece_numel, by_slot=by_slot) if world in within
+        ]
         stepped = [world.numel for world in pieces if any(layout.fragments_in(world))]
         patterns = list(count(layout, keys, within, piece_numel, by_slot=by_slot))
         runs = [run for pattern in patterns for _ in range(pattern.times) for run in pattern.runs]
@@ -305,7 +310,7 @@ def test_counting_takes_no_longer_for_more_ranks() -> None:
     pattern, *last = count(layout, ["a"], Interval(0, layout.numel), 1 << 18)
     assert pattern.times > 6000 and len(pattern.runs) == 2 and len(last) <= 1
     small = packed([((1 << 18) * 3 + 256,)] * 7, 7)
-    pieces = [world.numel for _, world in cut(small, ["a"] * 7, 1 << 18)]
+    pieces = [world.numel for world in cut(small, ["a"] * 7, Interval(0, small.numel), 1 << 18)]
     most = max(4 * sum(pieces[i] for i in batch) for batch in batches(pieces, 1 << 20))
     patterns = count(small, ["a"] * 7, Interval(0, small.numel), 1 << 18)
     assert most_in_a_batch([(p, 4) for p in patterns], 1 << 20) == most
@@ -316,15 +321,15 @@ def test_pieces_of_a_shard_are_those_of_the_whole_buffer() -> None:
     """The cuts are the same for all ranks: a rank that updates everything steps the same pieces as one that owns a
     shard."""
     layout = packed([(700,), (900,), (300,)], 3)
-    everything = list(cut(layout, ["a", "b", "b"], 512))
+    everything = list(cut(layout, ["a", "b", "b"], Interval(0, layout.numel), 512))
     assert everything == [
-        ("a", Interval(0, 512)),
-        ("a", Interval(512, 704)),  # 700 elements, and padding up to where the next slot starts
-        ("b", Interval(704, 768)),
-        ("b", Interval(768, 1280)),
-        ("b", Interval(1280, 1536)),
-        ("b", Interval(1536, 2048)),
-        ("b", Interval(2048, 2304)),
+        Interval(0, 512),
+        Interval(512, 704),  # 700 elements, and padding up to where the next slot starts: another group begins there
+        Interval(704, 768),
+        Interval(768, 1280),
+        Interval(1280, 1536),
+        Interval(1536, 2048),
+        Interval(2048, 2304),
     ]
 
 

@@ -80,29 +80,26 @@ class Pattern:
 def cut(
     layout: BufferLayout,
     keys: Sequence[Hashable | None],
+    within: Interval,
     piece_numel: int,
-    within: Interval | None = None,
     *,
     by_slot: bool = False,
-) -> Iterator[tuple[Hashable, Interval]]:
-    """(key, interval of the full buffer) of each piece. `keys`: one per slot; neighbours with equal keys are cut as
-    one.
+) -> Iterator[Interval]:
+    """The pieces, as intervals of the full buffer. `keys`: one per slot; neighbours with equal keys are cut as one.
 
     A slot whose key is None is left out. Padding belongs to the slot before it.
 
     Args:
+        within: one shard, or all of them.
         piece_numel: a multiple of ALIGNMENT.
-        within: one shard: only its pieces; None: all pieces.
         by_slot: whether slots are cut apart, and padding is left out.
     """
-    for key, section in _sections(layout, keys, by_slot=by_slot):
-        if within is not None:
-            section &= within
-        start = section.start
-        while start < section.stop:
-            for run in _runs(_in_one_shard(section, start, layout), piece_numel, by_slot=by_slot):
+    for section in _sections(layout, keys, by_slot=by_slot):
+        start, stop = (section & within).start, (section & within).stop
+        while start < stop:
+            for run in _runs(_in_one_shard(start, stop, layout), piece_numel, by_slot=by_slot):
                 for _ in range(run.count):
-                    yield key, Interval(start, start + run.numel)
+                    yield Interval(start, start + run.numel)
                     start += run.numel
 
 
@@ -116,15 +113,13 @@ def count(
 ) -> Iterator[Pattern]:
     """The pieces of `cut` in the same order, counted, in a time that does not depend on the number of shards or pieces.
 
-    Args:
-        within: one shard, or all of them. Pieces that are only padding are left out.
-        by_slot: as for `cut`.
+    Args: as of `cut`. Pieces that are only padding are left out.
     """
     end, size = layout.end, layout.shard_numel
-    for _, section in _sections(layout, keys, by_slot=by_slot):
+    for section in _sections(layout, keys, by_slot=by_slot):
         start, stop = (section & within).start, min((section & within).stop, round_up(end, size))
         while start < stop:
-            part = _in_one_shard(Interval(start, stop), start, layout)
+            part = _in_one_shard(start, stop, layout)
             times = max(1, min(stop, end) // size - start // size) if part.numel == size else 1
             runs, at = [], start
             for run in _runs(part, piece_numel, by_slot=by_slot):
@@ -139,12 +134,9 @@ def count(
             start += part.numel * times
 
 
-def _sections(
-    layout: BufferLayout, keys: Sequence[Hashable | None], *, by_slot: bool
-) -> Iterator[tuple[Hashable, Interval]]:
+def _sections(layout: BufferLayout, keys: Sequence[Hashable | None], *, by_slot: bool) -> Iterator[Interval]:
     if by_slot:
-        worlds = ((key, slot.world) for key, slot in zip(keys, layout.slots, strict=True))
-        yield from ((key, world) for key, world in worlds if key is not None and world)
+        yield from (slot.world for key, slot in zip(keys, layout.slots, strict=True) if key is not None and slot.world)
         return
     start = 0
     for index, key in enumerate(keys):
@@ -152,13 +144,13 @@ def _sections(
         if last or keys[index + 1] != key:
             stop = layout.numel if last else layout.slots[index + 1].world.start
             if key is not None and stop > start:
-                yield key, Interval(start, stop)
+                yield Interval(start, stop)
             start = stop
 
 
-def _in_one_shard(section: Interval, start: int, layout: BufferLayout) -> Interval:
-    """The interval from `start` to the end of the section or of the shard, whichever comes first."""
-    return Interval(start, min(section.stop, (start // layout.shard_numel + 1) * layout.shard_numel))
+def _in_one_shard(start: int, stop: int, layout: BufferLayout) -> Interval:
+    """The interval from `start` to `stop` or the end of the shard, whichever comes first."""
+    return Interval(start, min(stop, (start // layout.shard_numel + 1) * layout.shard_numel))
 
 
 def _runs(part: Interval, piece_numel: int, *, by_slot: bool) -> Iterator[Run]:

@@ -128,7 +128,7 @@ class Checkpoint:
         keys = [self.needs.key_of(slot.name) for slot in unit.layout.slots]
         piece_numel = sizes_for(self.training.topology.device_type).piece
         by_slot = unit.takes_over_gradients
-        for _, world in cut(unit.layout, keys, piece_numel, unit.layout.shard(shard), by_slot=by_slot):
+        for world in cut(unit.layout, keys, unit.layout.shard(shard), piece_numel, by_slot=by_slot):
             for fragment in unit.layout.fragments_in(world):
                 if not self.needs.is_whole(fragment.slot.name):
                     yield from self._state_of(unit, fragment)

@@ -117,12 +117,11 @@ class FlatState:
     def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[Piece]:
         """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than groups) are cut."""
         assert unit.trainable, f"unit {unit.name} is frozen"
-        for _, world in cut(unit.layout, keys, self._piece_numel, by_slot=unit.grads.is_apart):
-            if world in unit.main.interval:
-                slots = unit.layout.slots_in(world)
-                group = self._groups[unit][slots[0]] if slots else None
-                if group is not None:  # padding alone is not stepped: it stays zero
-                    yield Piece(unit, world, group, main_tensor(unit, world))
+        for world in cut(unit.layout, keys, unit.main.interval, self._piece_numel, by_slot=unit.grads.is_apart):
+            slots = unit.layout.slots_in(world)
+            group = self._groups[unit][slots[0]] if slots else None
+            if group is not None:  # padding alone is not stepped: it stays zero
+                yield Piece(unit, world, group, main_tensor(unit, world))
 
     def _form(self, piece: Piece, key: str, value: Any) -> str:
         """The form of an item of a piece's state.
