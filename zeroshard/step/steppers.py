@@ -110,7 +110,7 @@ class Steppers:
         last = self._last()
 
         def updated(unit: Unit) -> None:
-            if last[unit] is stepper and self._gather(unit, active) and update.is_void is None:
+            if last[unit] is stepper and self._gather(unit, active[unit]) and update.is_void is None:
                 # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak. (If
                 # an update is void, the host may need them again.)
                 self._consume(unit)
@@ -132,7 +132,7 @@ class Steppers:
         for stepper in self.all:  # the order in which `step` finishes the units
             for unit in stepper.assignment.groups:
                 if last[unit] is stepper:
-                    self._gather(unit, active)
+                    self._gather(unit, active[unit])
         self._engine.gatherer.read()
 
     def _last(self) -> dict[Unit, Stepper]:
@@ -145,9 +145,9 @@ class Steppers:
             if unit.weights.state is Residency.GATHERING:
                 unit.weights.arrive(stale=True)
 
-    def _gather(self, unit: Unit, active: dict[Unit, list[bool]]) -> bool:
-        """Start to gather what has been updated of a unit. Returns whether there is anything."""
-        slots = {index for index in self.units[unit] if active[unit][index]}
+    def _gather(self, unit: Unit, active: Sequence[bool] | None = None) -> bool:
+        """Start to gather what has been updated of a unit (None: all slots). Returns whether there is anything."""
+        slots = {index for index in self.units[unit] if active is None or active[index]}
         gathers = unit.plan.main is SHARDED and bool(slots)
         if gathers:
             self._engine.gatherer.updated(unit, slots)
@@ -255,10 +255,7 @@ class Steppers:
         results = [stepper.call(name, arguments, options) for stepper in having]
         for unit in self.units:
             if any(unit in stepper.assignment.groups for stepper in having):
-                if unit.plan.main is SHARDED:
-                    self._engine.gatherer.updated(unit)
-                else:
-                    unit.weights.versions.renew()
+                self._gather(unit)
         self._engine.gatherer.settle()
         if all(result is None for result in results):
             return None
