@@ -126,6 +126,8 @@ def test_each_clip_acts_on_what_the_earlier_ones_have_left(rank: int) -> None:
             if is_sharded:
                 by_norm, by_value = optimizer.clip_grad_norm_, optimizer.clip_grad_value_
             norms.append([float(by_norm(most)) if what == "norm" else by_value(most) for what, most in calls])
+            more = ddp(torch.ones(1, 4)).sum()  # is added to what the clips have left
+            optimizer.backward(more) if is_sharded else more.backward()
             optimizer.step()
             weights.append(model.weight.detach().clone())
         assert norms[1] == pytest.approx(norms[0]) and torch.allclose(*weights)

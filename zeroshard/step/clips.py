@@ -79,7 +79,9 @@ class Clips:
         not: the multiplication has the same bits now."""
         if not self._clipping.waits:
             return
-        self._engine.reducer.visible.clips.append(WeakMethod(self.apply))
+        apply: WeakMethod[Callable[[], None]] = WeakMethod(self.apply)
+        if apply not in self._engine.reducer.visible.clips:
+            self._engine.reducer.visible.clips.append(apply)
         is_exact = all(
             isinstance(unit.grads, Gradients) and unit.grads.means_in_full and unit.grads.held_in == unit.main.dtype
             for unit in self._agreement.units
