@@ -220,13 +220,14 @@ class VisibleGradients:
         sharded, buffer = self._sharded[unit], self._grads[unit].buffer
         views = buffer.known_views
         for index in slots:
-            gradient = shown.pop(index)
-            is_view = bool(views) and views[index] is gradient
-            if sys.getrefcount(gradient) > 2 + (is_view or index in sharded):  # this name, the call, and where it rests
-                self._kept[gradient] = True
+            is_view = bool(views) and views[index] is shown[index]
+            # Two are `shown` and the call. (For a local variable Python 3.14 no longer counts the call.)
+            if sys.getrefcount(shown[index]) > 2 + (is_view or index in sharded):
+                self._kept[shown[index]] = True
                 sharded.pop(index, None)
                 if is_view:
                     buffer.renew_view(index)
+            del shown[index]
 
     def assign(self, unit: Unit, index: int, part: Tensor) -> None:
         """Set the reduced gradient of a slot to `part` (see `Gradients.assign`). Call `show` afterwards."""
