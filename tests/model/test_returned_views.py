@@ -1,7 +1,8 @@
 """Modules that return views of their weights: learned queries (`expand`), positions (a slice), a transposed table.
 
 Under ZeRO-3 other units then use the memory of those weights, while the caller still reads the views, and autograd has
-saved them. The losses were wrong, without an error, wherever ranks do not share memory.
+saved them. The losses were wrong, without an error, wherever ranks do not share memory. A weight itself (`return out,
+self.bias`) raised when the caller used it.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ VIEWS: dict[str, Callable[[nn.Parameter], Any]] = {
     "in a tuple": lambda weight: (weight[0], weight[:4])[1:],
     "twice in a dict": lambda weight: dict.fromkeys("ab", weight[:4]),
     "in a dataclass": lambda weight: Result(weight[:4]),
+    "itself": lambda weight: weight,
+    "itself in a tuple": lambda weight: (weight,),
 }
 
 
@@ -85,7 +88,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = tensor_in(self.first()), tensor_in(self.second())
+        first, second = tensor_in(self.first())[:4], tensor_in(self.second())[:4]
         h = self.blocks[0](first)
         for block in self.blocks[1:]:
             h = block(h) * second
@@ -122,12 +125,13 @@ def test_they_keep_their_values() -> None:
                 assert same_bits(found.weights, outcome.weights), (name, plan)
 
 
+@pytest.mark.parametrize("view", ["a slice", "itself"])
 @pytest.mark.parametrize("way", ["shared", "pairwise"])
 @on_ranks(2)
-def test_without_gradients_recomputed_and_by_a_method(rank: int, way: str) -> None:
+def test_without_gradients_recomputed_and_by_a_method(rank: int, way: str, view: str) -> None:
     """Where the memory of the weights is the same for all ranks, too."""
     with travelling(way):
-        model, plain = (make(partial(Model, VIEWS["a slice"])) for _ in range(2))
+        model, plain = (make(partial(Model, VIEWS[view])) for _ in range(2))
         handle = zeroshard.shard(model, "zero3", units=UNITS)
         handle.register_forward_method(model.second, "rows")
         with torch.no_grad():

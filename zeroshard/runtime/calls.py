@@ -298,8 +298,8 @@ def left_beside(inputs: Any, modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def without_views(output: Any, units: Sequence[Unit]) -> Any:
-    """The output of a call, with copies in place of views of the weights of these units: other units will use the
-    memory of the weights after the call, while the caller, or autograd, may still read the views.
+    """The output of a call, with copies in place of the weights of these units, and of views of them: other units will
+    use the memory of the weights after the call, while the caller, or autograd, may still read what was returned.
 
     Raises:
         RuntimeError: a view is in an object whose fields cannot be replaced.
@@ -311,6 +311,11 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
 
     tensors = tensors_in(output) if units else ()
     copies = {id(tensor): tensor.clone() for tensor in tensors if holder(tensor)}
+    for parameter in (tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and id(tensor) not in copies):
+        for unit in (unit for unit in units if any(parameter is mine for mine in unit.parameters)):
+            unit.weights.show()
+            copies[id(parameter)] = parameter.clone()
+            unit.weights.hide()
     if not copies:
         return output
     # In the module's own lists and dicts: it may have kept them.
