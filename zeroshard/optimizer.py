@@ -285,7 +285,7 @@ class ShardedOptimizer(TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
         with as_tensors():
-            super().zero_grad(set_to_none)
+            super().zero_grad(set_to_none or (self._is_built and not self.engine.plan.external_gradients))
         if self._is_built:
             self.scaling.clear()
             self.agreement.used_up = False

@@ -210,11 +210,21 @@ def test_what_cannot_be_followed_is_refused() -> None:
                         what(model, handle, optimizer)
                     optimizer.step()
 
+        def zeroed_and_again(model: Any, handle: Any, optimizer: Any) -> None:
+            model.zero_grad(set_to_none=False)
+            loss_of_tokens(model, rank, 0, 1, 1).backward()
+
+        by_active = {"divide_by_initial_world_size": False}
         cases = [
             (lambda m, h, o: h.full_state_dict(), {}, r"inside `with handle.join\(\):`, while rank 1 has run out"),
             (lambda m, h, o: o.state_dict(), {}, r"optimizer.state, .* inside `with handle.join"),
             (lambda m, h, o: o.step(lambda: None), {}, r"join: step\(closure\) cannot be followed"),
             (lambda m, h, o: nn.utils.clip_grad_norm_(m.parameters(), 0.1), {"plan": "ddp"}, "p.grad has been changed"),
+            # Ranks without inputs kept these gradients: under DDP the weights of the ranks drifted apart, in silence.
+            (zeroed_and_again, {"plan": "ddp"}, "join: p.grad has been changed"),
+            (zeroed_and_again, {"plan": "zero2"}, "p.grad has been changed, and a rank"),
+            # It is the sum divided by the number of all ranks, and the step divides by that of the others.
+            (lambda m, h, o: m.head.weight.grad.norm(), {"plan": "ddp", **by_active}, "or some ranks have run out"),
         ]
         for what, options, message in cases:
             if rank == 0:

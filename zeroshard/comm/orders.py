@@ -165,5 +165,5 @@ class Voice:
         if self._orders.speaks and self.version not in (None, version):
             raise InvalidState(
                 "join: p.grad has been changed, and a rank that has run out of inputs cannot do the same: use "
-                "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_"
+                "optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, and zero_grad() to discard gradients"
             )

@@ -28,6 +28,7 @@ from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.life import Life
 from zeroshard.runtime.loss_ledger import LossLedger
+from zeroshard.runtime.other_optimizers import expect_none_silent
 from zeroshard.runtime.parking import Parking
 from zeroshard.runtime.plain_model import PlainModel, names_by_id
 from zeroshard.runtime.reduce import Reducer
@@ -81,6 +82,7 @@ class Engine(NotCopied):
         self.life = Life.OPEN
         self._parking = Parking(collectives)
         self._hold(units, max_transient_bytes)
+        expect_none_silent(self)
 
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
         """Start with these units, new hooks and a new pool; drop all previous ones."""

@@ -105,6 +105,8 @@ class Join:
             )
         followers = [rank for rank, goes_on in enumerate(rows[:, 0].tolist()) if not goes_on]
         self._orders.meet(followers)
+        for part in self._parts:
+            part.meet(followers)
         if self._throw and 0 < len(followers) < len(rows):
             ranks = ", ".join(str(collectives.mesh.world.ranks[rank]) for rank in followers)
             raise InvalidState(f"join: rank {ranks} has run out of inputs (throw_on_early_termination)")
@@ -141,8 +143,13 @@ class Part:
 
     def close(self) -> None:
         self._engine.collectives.orders = None
+        self._engine.ledger.of_some_ranks = False
         for hook in self._hooks:
             hook.remove()
+
+    def meet(self, followers: Sequence[int]) -> None:
+        """These ranks have run out of inputs."""
+        self._engine.ledger.of_some_ranks = bool(followers) and self._weight == 0.0
 
     def hyper_parameters(self) -> list[Any]:
         """The hyper-parameters of each optimizer."""
@@ -161,6 +168,7 @@ class Part:
                     "join: step(closure) cannot be followed, nor further arguments: call forward and backward before "
                     "step()"
                 )
+            self._engine.reducer.notice()
             self._voice.expect_no_edits(self._engine.reducer.visible.version)
             self._voice.give("step", number, optimizer.step_values(), optimizer.agreement.situation(self._voice))
             self._orders.is_told = True
@@ -206,6 +214,12 @@ class Part:
 
     def _end(self) -> None:
         self._engine.reducer.end_following()
+
+    def _discard(self, unit: str, slots: list[int]) -> None:
+        """The others have removed gradients from `p.grad`, by `model.zero_grad()` for example."""
+        for slot in slots:
+            self._units[unit].parameters[slot].grad = None
+        self._engine.reducer.notice()
 
     def _agree(self, optimizer: int, norm_type: float, situation: dict[str, Any]) -> None:
         self._come_into(situation, self._optimizers[optimizer])

@@ -54,11 +54,15 @@ class LossLedger:
         has_final: whether the gradients that wait for a step are the final means: of losses neither scaled nor
             weighted.
         looks_or_scales: whether gradients of the current loss are checked or rescaled (`add`).
+        discarded: ids of parameters that no optimizer has, and whose gradients a step has discarded since the last
+            backward.
+        of_some_ranks: in a join, whether some ranks have run out, and the step divides by the number of the others.
     """
 
     def __init__(self) -> None:
         self.has_final = True
-        self.looks_or_scales = False
+        self.looks_or_scales = self.of_some_ranks = False
+        self.discarded: set[int] = set()
         self._loss = Loss()
         self._scale: float | None = None
         self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
@@ -99,10 +103,11 @@ class LossLedger:
 
     def begin(self) -> None:
         """The current loss begins to contribute to the gradients."""
+        self.discarded.clear()
         if self._scale is None:
             self._scale = self._loss.scale
         self.looks_or_scales = self._loss.looked_at or self._scale != self._loss.scale
-        self.has_final &= self._scale == 1.0 and not self._loss.is_weighted
+        self.has_final &= self._scale == 1.0 and not self._loss.is_weighted and not self.of_some_ranks
 
     def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """A gradient of the current loss, rescaled to the scale of the gradients that it is added to, in `dtype`."""

@@ -89,9 +89,12 @@ class Reducer:
         """A backward begins to accumulate gradients."""
         self.single_uses.began()
         self.origins.take(self.version)
+        before = self.version
         # Before any gradient: autograd would add to the view of the bucket that lies in `p.grad`.
         self.visible.withdraw()
         self.forget_losses()
+        if self.collectives.orders is not None and self.has_gradients():
+            self.collectives.orders.expect_no_edits(before)
         loss = self.ledger.loss
         self.collectives.give_order("backward", self.waiting(), loss.scale, loss.is_weighted)
         self.ledger.begin()

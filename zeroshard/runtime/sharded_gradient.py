@@ -166,8 +166,9 @@ class ShardedGradient(Tensor):
             )
         if not _living(self._visible_ref).final:
             raise InvalidState(
-                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, and so is the gradient "
-                "until the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
+                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, or some ranks have run "
+                "out of inputs in a join that divides by the number of the others; so the gradient is not final until "
+                "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
             )
 
 

@@ -286,6 +286,8 @@ class VisibleGradients:
     def _discard(self, unit: Unit, slots: set[int]) -> None:
         """Discard these gradients. If none of the unit is left in `p.grad`, discard all of the unit."""
         grads, shown = self._grads[unit], self._shown[unit]
+        if not grads.is_local:
+            self._collectives.give_order("discard", unit.name, sorted(slots))
         self._let_go(unit, shown, slots)
         # Logged, because all ranks must discard the same: a rank that keeps its part of a sharded gradient would step
         # with it. The digest of the log is compared in the next control exchange.

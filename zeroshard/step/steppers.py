@@ -21,7 +21,7 @@ from zeroshard.step.inner import Arguments, arguments_for
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import FullState, Stepper, Update, as_saved, stepped
-from zeroshard.storage.gradients import GradState
+from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -165,7 +165,10 @@ class Steppers:
     def _consume(self, unit: Unit) -> None:
         visible = self._engine.reducer.visible
         if unit.grads.state is not GradState.EMPTY or visible.shows(unit):
-            slots = self.units.get(unit, set()) | self._engine.claims.unclaimed(unit)
+            of_nobody = self._engine.claims.unclaimed(unit)
+            slots = self.units.get(unit, set()) | of_nobody
+            if isinstance(unit.grads, Gradients):
+                self._engine.ledger.discarded |= {id(unit.parameters[slot]) for slot in of_nobody & unit.grads.waiting}
             unit.grads.consume(slots)
             visible.forget(unit, slots)
 
