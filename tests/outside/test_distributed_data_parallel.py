@@ -172,14 +172,39 @@ def test_a_plain_optimizer_that_would_train_nothing_raises(rank: int) -> None:
         handle = zeroshard.shard(model, plan, units=nn.Linear)
         with pytest.raises(RuntimeError, match=rf"a plain SGD would not train 0\.(weight|bias): {message}"):
             way(model, lambda: zeroshard.ShardedOptimizer(model[1:].parameters(), SGD, lr=0.1))
-        handle.abandon()
         other = nn.Parameter(torch.ones(1))  # of another model
         other.grad = torch.ones(1)
         SGD([other, nn.Parameter(torch.ones(1))], lr=0.5).step()
         assert other.item() == 0.5
+        handle.abandon()
 
     ways = [(in_backward, "inside of backward"), (behind, "a ShardedOptimizer that has not this parameter")]
     in_turn(check, [(plan, *way) for plan in PLANS for way in ways])(rank)
+
+
+@on_ranks(2)
+def test_optimizers_that_train_something_do_not_raise(rank: int) -> None:
+    """A ShardedOptimizer that takes the parameters afterwards, and a plain one after `close()`, also in backward."""
+    for plan in PLANS:
+        model = layers(2)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(model[0].parameters(), SGD, lr=0.1)
+        other = zeroshard.ShardedOptimizer([model[1].weight], SGD, lr=0.1)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        other.add_param_group({"params": [model[1].bias]})
+        other.step()
+        del other
+        loss_of(model, rank, 1).backward()
+        optimizer.step()
+        handle.close()
+        plain = SGD(model.parameters(), lr=0.1)
+        plain.step()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(stepping(plain))
+        before = state_of(model)
+        loss_of(model, rank, 1).backward()
+        assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 # Uneven inputs --------------------------------------------------------------------------------------------------------

@@ -40,12 +40,13 @@ def _before_step(optimizer: torch.optim.Optimizer, _: Sequence[Any], __: Mapping
         RuntimeError: it would skip a parameter that plain torch would train.
     """
     inside = in_backward()
-    engines = [engine for engine in _ENGINES if inside or engine.ledger.discarded]
-    if not engines:
+    engines = [engine for engine in _ENGINES if (inside or engine.ledger.discarded) and not engine.life.is_over]
+    others = [engine for engine in engines if all(optimizer is not owner for owner in engine.claims.owners())]
+    if not others:
         return
     with as_tensors():
         skipped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is None]
-    for engine in engines:
+    for engine in others:
         for parameter in skipped:
             if id(parameter) in engine.ledger.discarded:
                 raise InvalidState(_told(optimizer, engine.name_of(parameter), _DISCARDED))
