@@ -12,7 +12,7 @@ reductions, and updates its part of main with the others' hyper-parameters. So a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,8 +88,9 @@ class Join:
         self._meet(active=True)
 
     def _give_meeting(self) -> None:
-        """Give the order to meet, with the hyper-parameters: a scheduler may have changed them after the last step."""
-        self._orders.give("meet", *(part.hyper_parameters() for part in self._parts))
+        """Give the order to meet, with the hyper-parameters: a scheduler may have changed them after the last step; and
+        with the gradients that wait for a step: others may have been discarded."""
+        self._orders.give("meet", *((part.waiting(), part.hyper_parameters()) for part in self._parts))
 
     def _meet(self, *, active: bool) -> bool:
         """Exchange which ranks go on. Collective. Returns whether any does.
@@ -117,7 +118,8 @@ class Join:
             what, number, *arguments = order
             with self._orders.told():
                 self._parts[number].act(what, arguments)
-        for part, groups in zip(self._parts, order[1:], strict=True):
+        for part, (waiting, groups) in zip(self._parts, order[1:], strict=True):
+            part.keep(waiting)
             part.set_hyper_parameters(groups)
 
 
@@ -150,6 +152,22 @@ class Part:
     def meet(self, followers: Sequence[int]) -> None:
         """These ranks have run out of inputs."""
         self._engine.ledger.of_some_ranks = bool(followers) and self._weight == 0.0
+
+    def waiting(self) -> dict[str, list[int]]:
+        """Slots whose gradients wait for a step, by the names of their units."""
+        self._engine.reducer.notice()
+        return {unit.name: sorted(unit.grads.waiting) for unit in self._engine.reducer.order if unit.grads.waiting}
+
+    def keep(self, waiting: Mapping[str, Sequence[int]]) -> None:
+        """Discard the gradients of all other slots. (This rank would add those of the next backward to them.)"""
+        reducer = self._engine.reducer
+        for unit in reducer.order:
+            gone = unit.grads.waiting - set(waiting.get(unit.name, ()))
+            reducer.visible.forget(unit, gone)
+            unit.grads.consume(gone)
+        if not reducer.has_gradients():
+            self._engine.ledger.forget_losses()
+        reducer.forget_losses()
 
     def hyper_parameters(self) -> list[Any]:
         """The hyper-parameters of each optimizer."""
