@@ -248,8 +248,8 @@ def test_averages_threads_and_workers(rank: int) -> None:
     assert "parameter blocks.1.up.weight" in str(errors[0])
 
     for workers in (0, 1):
+        forked = "fork" if workers else None  # by default, Python 3.14 would pickle the model
         with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
-            forked = "fork" if workers else None  # by default, Python 3.14 would pickle the model
             list(DataLoader(Weights(model), num_workers=workers, multiprocessing_context=forked))
 
 
