@@ -359,24 +359,32 @@ def test_a_forward_without_a_backward_changes_nothing_where_ranks_use_other_para
     run_ranks(check, 2, collective_timeout=HANG)
 
 
+def trained_beside(plan: Any, rank: int, before_step: Callable[[nn.Sequential, int], None]) -> list[Tensor]:
+    """The weights after three steps. `before_step` is called with the model and the number of the step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    handle = zeroshard.shard(model, plan, units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        before_step(model, step)
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return list(handle.full_state_dict().values())
+
+
 def test_a_loss_that_one_rank_alone_has_kept() -> None:
     """The others had dropped theirs, and reduced each unit at its first visit in the next backward. The rank with the
     loss reduced it behind the last one, and they waited for each other."""
 
     def train(rank: int, plan: Any, keeps: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-        handle = zeroshard.shard(model, plan, units=nn.Linear)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         log = []
-        for step in range(3):
+
+        def keep(model: nn.Sequential, step: int) -> None:
             loss = loss_of(model, rank, step + 10)
             if rank == keeps:
                 log.append(loss)  # without `detach`
-            del loss
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        return list(handle.full_state_dict().values())
+
+        return trained_beside(plan, rank, keep)
 
     def check(rank: int) -> None:
         expected = train(rank, "ddp", -1)
@@ -393,20 +401,16 @@ def test_a_forward_that_raised_on_one_rank_alone() -> None:
         raise ArithmeticError
 
     def train(rank: int, plan: Any, raises: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
-        handle = zeroshard.shard(model, plan, units=nn.Linear)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         kept = []
-        for step in range(3):
+
+        def raise_or_keep(model: nn.Sequential, step: int) -> None:
             hook = model[-1].register_forward_hook(stop) if rank == raises else None
             with pytest.raises(ArithmeticError) if hook else nullcontext():
                 kept.append(loss_of(model, rank, step + 10))
             if hook:
                 hook.remove()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        return list(handle.full_state_dict().values())
+
+        return trained_beside(plan, rank, raise_or_keep)
 
     def check(rank: int) -> None:
         expected = train(rank, "ddp", -1)
