@@ -296,7 +296,8 @@ class Schedule(NotCopied):
             # of a reentrant checkpoint, it would run at the end of that one, in the middle of the outer backward
             # (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            if not any(unit.weights.scopes for unit in self.gatherer.units):  # in a scope, a rank may run it alone
+            # (In a scope, a rank may run a backward alone.)
+            if len(self._listed) > 1 and not any(unit.weights.scopes for unit in self.gatherer.units):
                 find_gone(self._listed, self.gatherer.collectives)
             if accumulates is None:
                 accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
