@@ -6,6 +6,7 @@ are bit-equal to those of torch DDP with the plain optimizer, except with `fused
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from functools import partial
 from typing import Any
@@ -245,6 +246,39 @@ def test_losses_with_different_scales_would_mix_and_are_refused(rank: int) -> No
     before = model.weight.detach().clone()
     optimizer.step()
     assert torch.equal(before - model.weight.detach(), torch.full((1, 4), 2.0))
+
+
+@on_ranks(2)
+def test_gradients_that_change_after_a_clip(rank: int) -> None:
+    """A clip acts in the step. What `loss.backward()` added after it was clipped as well, in silence."""
+    clips = {"norm": lambda o: o.clip_grad_norm_(1.0), "value": lambda o: o.clip_grad_value_(0.1)}
+    changes = {
+        "added": lambda ddp, p: ddp(torch.ones(1, 4)).sum().backward(),
+        "written": lambda ddp, p: p.grad.add_(1.0),
+        "replaced": lambda ddp, p: setattr(p, "grad", p.grad.clone()),
+        "anew": lambda ddp, p: [ddp.zero_grad(), ddp(torch.ones(1, 4)).sum().backward()],
+        "none": lambda ddp, p: p.grad.sum(),
+    }
+    for clip, (name, change) in itertools.product(clips.values(), changes.items()):
+        model = make(lambda: nn.Linear(4, 1, bias=False))
+        ddp = DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+        ddp(torch.ones(1, 4)).sum().backward()
+        clip(optimizer)
+        change(ddp, model.weight)
+        before = model.weight.detach().clone()
+        if name == "none":
+            optimizer.step()
+            continue
+        with pytest.raises(RuntimeError, match="have changed since clip_grad_norm_"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="have changed since clip_grad_norm_"):
+            optimizer.clip_grad_norm_(1.0)
+        assert torch.equal(before, model.weight)
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(before - model.weight.detach(), torch.ones(1, 4))
 
 
 @on_ranks(2)

@@ -366,6 +366,8 @@ class Agreement:
             return Status.DOUBTFUL
         if any(unit.grads.state is GradState.PARTIAL for unit in self.units):
             return Status.NOT_REDUCED
+        if self.clipping.is_late:
+            return Status.CHANGED
         if by_hand:
             return Status.BY_HAND
         if any(unit.grads.waiting & slots for unit, slots in self.units.items()):
@@ -443,6 +445,11 @@ def _meet_again(collectives: Collectives, units: Iterable[Unit]) -> None:
 
 _AGAIN = "clip_grad_norm_ or step with gradients that have changed since clip_grad_norm_ (change them on every rank)"
 
+CHANGED_SINCE = (
+    "the gradients in p.grad have changed since clip_grad_norm_ or clip_grad_value_ of the optimizer, which acts in "
+    "the step: the change would be clipped, too. Call it after the last backward; torch.nn.utils clips p.grad itself"
+)
+
 _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.RAISED, Status.DOUBTFUL, Status.NOT_REDUCED}
 """If a rank has one of these, the step raises, also if other ranks have gradients set by hand."""
 
@@ -456,6 +463,7 @@ _NOT_READY = {
     Status.DOUBTFUL: doubtful("{name}"),
     Status.NOT_REDUCED: "gradients were accumulated under no_sync() and never reduced. Run the last micro-batch's "
     "backward outside of no_sync()",
+    Status.CHANGED: CHANGED_SINCE,
     Status.USED_UP: "the previous step has consumed the gradients (a plain optimizer would apply them once more). Call "
     "backward before step or clip_grad_norm_, or zero_grad() if this step is to do nothing",
     Status.NO_GRADIENTS: "no gradients, although other ranks have some. Call backward on every rank, or on none",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from zeroshard.runtime.settings import Items, plain
 from zeroshard.step.stepper import Update
+from zeroshard.storage.external_gradients import SeenGradients
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Clipping:
         asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
         awaits_norm: whether the host does not know the norm yet, from which `factor` follows.
         needs_host: whether the host needs the norm at once.
+        of: the gradients that other code has left in `p.grad`, and that the clip is for; None: there are none.
     """
 
     factor: float = 1.0
@@ -32,6 +34,7 @@ class Clipping:
     asked: tuple[float, float] | None = None
     awaits_norm: bool = False
     needs_host: bool = False
+    of: SeenGradients | None = None
 
     def clear(self) -> None:
         """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
@@ -42,6 +45,11 @@ class Clipping:
     def waits(self) -> bool:
         """Whether a clip has not changed the gradient yet."""
         return self.factor != 1.0 or self.value is not None or self.awaits_norm
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a clip waits whose gradients have been changed or added to since."""
+        return self.waits and self.of is not None and not self.of.are_current()
 
     def limit(self, norm: float) -> None:
         """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import in_backward
-from zeroshard.step.agreement import Agreement
+from zeroshard.step.agreement import CHANGED_SINCE, Agreement
 from zeroshard.step.stepper import Update
+from zeroshard.storage.external_gradients import SeenGradients
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 
@@ -79,6 +80,9 @@ class Clips:
         not: the multiplication has the same bits now."""
         if not self._clipping.waits:
             return
+        if self._clipping.of is None and any(unit.grads.is_external for unit in self._agreement.units):
+            units = self._agreement.units.items()
+            self._clipping.of = SeenGradients(unit.parameters[index] for unit, slots in units for index in slots)
         apply: WeakMethod[Callable[[], None]] = WeakMethod(self.apply)
         if apply not in self._engine.reducer.visible.clips:
             self._engine.reducer.visible.clips.append(apply)
@@ -95,9 +99,12 @@ class Clips:
         """Clip the gradients now. `mean`: the factor from their values to the mean gradient; None: it may not be known.
 
         Raises:
-            RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element.
+            RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element; or other
+                code has changed the gradients in `p.grad` since the clip.
         """
         clipping, visible = self._clipping, self._engine.reducer.visible
+        if clipping.is_late:
+            raise InvalidState(CHANGED_SINCE)
         factor: float | Tensor = clipping.factor
         if clipping.awaits_norm:
             verdict = self._agreement.verdict()
@@ -131,7 +138,7 @@ class Clips:
         if clipping.value is not None:
             visible.changed()  # its norm must be found anew
         self._agreement.note_clip(clipping.factor)
-        clipping.factor, clipping.value = 1.0, None
+        clipping.factor, clipping.value, clipping.of = 1.0, None, None
 
 
 def _held_part(unit: Unit, index: int) -> Tensor | None:

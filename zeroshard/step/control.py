@@ -54,6 +54,7 @@ class Status(IntEnum):
     NOT_AHEAD = 7  # ready, but no rank may update anything before it knows the answer (`ahead.py`)
     RAISED = 8  # the last backward has raised
     DOUBTFUL = 9  # it is unknown whether a gradient set by hand has the factors of the losses (`visible.py`)
+    CHANGED = 10  # a clip waits for the step, and other code has changed its gradients since
 
 
 @dataclass(frozen=True)

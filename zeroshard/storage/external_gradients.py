@@ -11,7 +11,7 @@ Code that reads gradients (a step, a norm, the check for found-inf) uses all thr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -101,6 +101,28 @@ class ExternalGradients(NoGradients):
     def in_full(self, index: int) -> Tensor | None:
         grad = self._parameters[index].grad
         return grad if grad is not None and grad.layout is torch.strided else None
+
+
+class SeenGradients:
+    """The gradients in `p.grad` as they were at one time. It holds them: else another tensor could have their ids."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        self._grads = self._now()
+        self._versions = _versions(self._grads)
+
+    def are_current(self) -> bool:
+        """Whether nothing has replaced them or written to them since. (Writes through `.data` are not seen.)"""
+        now = self._now()
+        return [*map(id, now)] == [*map(id, self._grads)] and _versions(now) == self._versions
+
+    def _now(self) -> list[Tensor | None]:
+        with as_tensors():
+            return [parameter.grad for parameter in self._parameters]
+
+
+def _versions(grads: Sequence[Tensor | None]) -> list[int]:
+    return [grad._version for grad in grads if grad is not None]
 
 
 AnyGradients = Gradients | ExternalGradients | NoGradients
