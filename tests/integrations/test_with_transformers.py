@@ -402,6 +402,8 @@ def test_options_of_a_command_line_and_what_is_refused(tmp_path: Path) -> None:
     for name in ("auto_find_batch_size", "bf16_full_eval", "save_on_each_node"):
         with pytest.raises(ValueError, match=rf"{name}=True\) is not supported under zeroshard"):
             expect_supported(arguments(tmp_path, **{name: True}))
+    with pytest.raises(ValueError, match=r"optim='lomo'\) is not supported under zeroshard: in backward it would step"):
+        expect_supported(arguments(tmp_path, optim="lomo"))
     assert issubclass(ShardedTrainer, hf.Trainer)
 
 

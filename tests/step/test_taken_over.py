@@ -58,6 +58,7 @@ class Silent(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float, rule: float = 1.0, *, must: float) -> None:
         super().__init__(params, lr=lr * rule * must)
+        self.tables = {"signed": torch.zeros(256)} if rule == 8.0 else {}
 
 
 MADE: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -197,6 +198,9 @@ def test_controls() -> None:
     with pytest.raises(ValueError, match=r"the default lr is 0\.3\d*, and 0\.9\d* in a Silent that is made anew"):
         arguments_of(silent, {"must": 1.0, "rule": 3.0})
     assert arguments_of(silent, {"lr": 0.1, "must": 1.0, "rule": 3.0}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}
+    table: Any = Silent(model.parameters(), 0.1, 8.0, must=0.125)
+    with pytest.raises(ValueError, match=r"tables is \{'signed': a tensor of shape \(256,\)\}, and \{\} in a Silent"):
+        arguments_of(table, {"lr": 0.1, "must": 1.0, "rule": 1.0})
     silent.must, silent.rule, silent.lr = 1.0, 3.0, 0.1
     del silent.defaults["lr"]  # an attribute tells as well, where no argument can be passed: in a Trainer
     assert arguments_of(silent, {}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}

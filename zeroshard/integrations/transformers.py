@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,7 @@ class ShardedTrainerMixin:
     lr_scheduler: Any
     accelerator: Accelerator
     state: Any
+    callback_handler: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -101,6 +102,8 @@ class ShardedTrainerMixin:
         self._accelerator_arguments: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
         expect_supported(self.args)
+        callbacks = self.callback_handler.callbacks
+        callbacks[:] = [_StopTogether(one) if hasattr(one, "jit_manager") else one for one in callbacks]
 
     @property
     def handle(self) -> Handle:
@@ -189,6 +192,18 @@ class ShardedTrainerMixin:
             return
         load(folder, self.handle, self._sharded(), extra={"scheduler": self.lr_scheduler})
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Go on with the loss scale of a plain Trainer's GradScaler. (Ours is in the subfolder `zeroshard`.)"""
+        file, scaler = Path(checkpoint or "") / "scaler.pt", self._sharded().scaling.default
+        if checkpoint is None or scaler is None or (Path(checkpoint) / FOLDER).is_dir() or not file.is_file():
+            return
+        found = torch.load(file, weights_only=True)  # {} of a GradScaler that is not enabled
+        if found:
+            state = scaler.policy.initial_state()
+            scaler.state = scaler.policy.adopt(
+                replace(state, scale=found["scale"], growth_tracker=found["_growth_tracker"])
+            )
+
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint) / FOLDER
         if folder.is_dir():
@@ -210,6 +225,24 @@ class ShardedSeq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
     """See `ShardedTrainerMixin`."""
 
 
+class _StopTogether(transformers.TrainerCallback):
+    """In place of the Trainer's callback for `enable_jit_checkpoint`, which saves when this rank has got SIGTERM. The
+    signal reaches each rank at its own moment, and before an update gradients wait, which no checkpoint holds: so all
+    ranks save after the step in which one has been asked."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = torch.tensor(float(self._own.jit_manager.is_checkpoint_requested), device=args.device)
+        if self._own.trainer.accelerator.reduce(asked).item():
+            self._own.jit_manager.is_checkpoint_requested = False
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._own.on_train_end(args, state, control, **kwargs)  # it gives SIGTERM back
+
+
 def expect_supported(args: Any) -> None:
     """Check TrainingArguments.
 
@@ -225,6 +258,11 @@ def expect_supported(args: Any) -> None:
     for name, reason in refused.items():
         if getattr(args, name, False):
             raise InvalidValue(f"TrainingArguments({name}=True) is not supported under zeroshard: {reason}")
+    if args.optim in ("lomo", "adalomo"):
+        raise InvalidValue(
+            f"TrainingArguments(optim={args.optim.value!r}) is not supported under zeroshard: in backward it would "
+            "step each rank's weights by that rank's gradient: use adafactor or another optim"
+        )
     if args.n_gpu > 1:
         raise InvalidValue(
             f"one process sees {args.n_gpu} GPUs, and the Trainer would use torch.nn.DataParallel: start one process "

@@ -186,4 +186,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> Options:
 
 
 def _short(value: Any) -> str:
+    """The value in words; tensors, also those in a dict, by their shape."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_short(one)}' for key, one in value.items())}}}"
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.numel() > 1 else repr(value)

@@ -1,0 +1,81 @@
+"""What users of a Trainer do besides training: stop a run by a signal, go on from a plain Trainer's checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.common import HALF, as_launched
+from tests.integrations.test_with_transformers import Texts, arguments, logged, reset_accelerate, trainer
+from tests.kit import make, same_bits
+from tests.late import once
+from zeroshard.testing import run_ranks
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
+
+_once = once("transformers.trainer", "accelerate", "tests.real_models.real", "zeroshard.integrations.transformers")
+
+
+def test_a_signal_that_one_rank_gets_makes_all_save_and_stop(tmp_path: Path) -> None:
+    """`enable_jit_checkpoint`: the Trainer's own callback saves on that rank alone, and before an update, which
+    raised."""
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    class Told(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == HALF - 1:
+                manager = signal.getsignal(signal.SIGTERM).__self__  # type: ignore[union-attr]
+                manager.kill_wait = 0
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not manager.is_checkpoint_requested:
+                    time.sleep(0.001)
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        whole = trainer(tmp_path / "whole", "zero2", save_strategy="no")
+        whole.train()
+        before = signal.getsignal(signal.SIGTERM)
+        run = trainer(tmp_path / "a", "zero3", enable_jit_checkpoint=True, save_strategy="no")
+        if rank == 1:
+            run.add_callback(Told())
+        run.train()
+        assert run.state.global_step == HALF
+        assert signal.getsignal(signal.SIGTERM) == before
+        assert [path.name for path in (tmp_path / "a").glob("checkpoint*")] == [f"checkpoint-{HALF}"]
+        resumed = trainer(tmp_path / "a", "zero1", save_strategy="no")
+        resumed.train(resume_from_checkpoint=True)
+        assert logged(resumed)[HALF:] == logged(whole)[HALF:]
+        assert same_bits(resumed.handle.full_state_dict(), whole.handle.full_state_dict())
+
+    run_ranks(check, 2)
+
+
+def test_the_loss_scale_of_a_plain_trainer_goes_on(tmp_path: Path) -> None:
+    """It is in a file of its own. Accelerate's GradScaler, which loads it in a plain Trainer, is not there."""
+    pytest.importorskip("accelerate")
+    import transformers as hf
+
+    from tests.real_models.real import llama
+
+    def check(rank: int) -> None:
+        as_launched(rank, 1)
+        plain = hf.Trainer(make(llama), arguments(tmp_path, fp16=True), train_dataset=Texts())
+        plain.train()
+        saved = tmp_path / f"checkpoint-{HALF}"
+        scaled = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        for written in ({}, {**scaled, "_growth_tracker": 7}):
+            torch.save(written, saved / "scaler.pt")
+            reset_accelerate()
+            run = trainer(tmp_path, "zero3", fp16=True, max_steps=HALF + 1, save_strategy="no")
+            run.train(resume_from_checkpoint=str(saved))
+            state = run.optimizer.optimizer.scaling.state_dict()
+            assert (state["scale"], state["growth_tracker"]) == ((1024.0, 8) if written else (2.0**16, 1))
+
+    run_ranks(check, 1)
