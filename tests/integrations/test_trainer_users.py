@@ -79,3 +79,20 @@ def test_the_loss_scale_of_a_plain_trainer_goes_on(tmp_path: Path) -> None:
             assert (state["scale"], state["growth_tracker"]) == ((1024.0, 8) if written else (2.0**16, 1))
 
     run_ranks(check, 1)
+
+
+def test_an_evaluation_before_leaves_the_training_as_it_is(tmp_path: Path) -> None:
+    """(The plain Trainer then trains each rank alone: it does not wrap a model in DDP that it has evaluated.)"""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        runs = [trainer(tmp_path, "zero3", save_strategy="no", eval_dataset=Texts()) for _ in range(2)]
+        losses = [run.evaluate()["eval_loss"] for run in runs[1:]]
+        for run in runs:
+            run.train()
+        assert logged(runs[0]) == logged(runs[1])
+        assert same_bits(runs[0].handle.full_state_dict(), runs[1].handle.full_state_dict())
+        assert runs[1].evaluate()["eval_loss"] != losses[0]
+
+    run_ranks(check, 2)
