@@ -103,7 +103,7 @@ class ShardedTrainerMixin:
         super().__init__(*args, **kwargs)
         expect_supported(self.args)
         callbacks = self.callback_handler.callbacks
-        callbacks[:] = [_StopTogether(one) if hasattr(one, "jit_manager") else one for one in callbacks]
+        callbacks[:] = [_StopTogether(one) if getattr(one, "jit_manager", None) else one for one in callbacks]
 
     @property
     def handle(self) -> Handle:
