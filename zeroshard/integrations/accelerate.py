@@ -37,7 +37,7 @@ from zeroshard.placement import Plan
 with needing("accelerate", "accelerate"):
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 FOLDER = "zeroshard"
 """The subfolders that `save_state` adds, one for each model: zeroshard, zeroshard_1, ..."""
@@ -57,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         ValueError: another sharding plugin is configured (FSDP, DeepSpeed, Megatron-LM, tensor parallelism); fp8; a
-            device other than CPU and CUDA.
+            device other than CPU and CUDA; a communication hook of DDP; autocast that is disabled.
     """
 
     _models: list[Any]
@@ -65,24 +65,18 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any):
         sharding = Sharding.of(sharding)
+        _expect_alone(kwargs)  # before accelerate keeps the plugin for the process, and asks for its package
         super().__init__(*args, **kwargs)
-        others = [name for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM") if _is_set(f"ACCELERATE_USE_{name}")]
-        if others or self.distributed_type not in _KINDS:
-            raise InvalidValue(
-                "Accelerator: zeroshard shards the model here, and accelerate is set up for "
-                f"{', '.join(others) or self.distributed_type}: leave out its plugin (the argument, "
-                "ACCELERATE_USE_... in the environment, the configuration file)"
-            )
+        _expect_alone(kwargs, self.distributed_type)
         if self.parallelism_config is not None:
             raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise InvalidValue(
                 f"Accelerator: mixed_precision must be 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
             )
+        _expect_known(self)
         init()
         self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
-        if self.scaler_handler is not None and self.sharding.loss_scale is None:
-            self.sharding = _scaled_by(self.sharding, self.scaler_handler.to_kwargs())
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
 
     def handle_of(self, model: nn.Module) -> Handle:
@@ -133,9 +127,17 @@ class Accelerator(accelerate.Accelerator):
                     "make a new one (a Trainer does if its `optimizer` and `lr_scheduler` are set to None before)"
                 )
             return super().prepare_optimizer(optimizer)
-        prepared = _Optimizer(self.sharding.take_over(optimizer), optimizer)
+        prepared = _Optimizer(self._sharding_of(optimizer).take_over(optimizer), optimizer)
         self._optimizers.append(prepared)
         return prepared
+
+    def _sharding_of(self, optimizer: torch.optim.Optimizer) -> Sharding:
+        """The sharding, with the loss scale of GradScalerKwargs if there are fp16 weights: else Accelerate has none."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if self.scaler_handler is None or self.sharding.loss_scale is not None:
+            return self.sharding
+        has_fp16 = any(parameter.dtype == torch.float16 for parameter in parameters)
+        return _scaled_by(self.sharding, self.scaler_handler.to_kwargs()) if has_fp16 else self.sharding
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler: it steps when its optimizer has stepped."""
@@ -169,6 +171,18 @@ class Accelerator(accelerate.Accelerator):
         """A block in which backward passes only accumulate: `handle.no_sync()`."""
         with self.handle_of(model).no_sync():
             yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A block in which backward passes reduce, with what was accumulated before, also inside of `no_sync`."""
+        reducer = expect_handle_of(model, "accelerator.prepare(model)").engine.reducer
+        before = reducer.local
+        reducer.accumulate_locally(frozenset())
+        try:
+            yield
+        finally:
+            reducer.local = before
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -206,18 +220,22 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[nn.Module], even_batches: bool | None = None) -> Iterator[None]:
-        """`handle.join()` if `even_batches` is False; data loaders of map-style datasets then yield uneven batches."""
+        """`handle.join()` of the models if `even_batches` is False; loaders of map-style datasets then yield uneven
+        batches. `joinables` may contain their optimizers, too."""
         loaders = [one for one in self._dataloaders if hasattr(getattr(one, "batch_sampler", None), "even_batches")]
         before = [loader.batch_sampler.even_batches for loader in loaders]
         even = self.even_batches if even_batches is None else even_batches
         try:
             for loader in loaders:
                 loader.batch_sampler.even_batches = even
-            with _joined([self.handle_of(model) for model in joinables if not even]):
+            with _joined({} if even else {id(one): one for one in map(self._handle_to_join, joinables)}):
                 yield
         finally:
             for loader, value in zip(loaders, before, strict=True):
                 loader.batch_sampler.even_batches = value
+
+    def _handle_to_join(self, joinable: Any) -> Handle:
+        return joinable.optimizer.handle if isinstance(joinable, _Optimizer) else self.handle_of(joinable)
 
     # Saving ------------------------------------------------------------------------------------------------------
 
@@ -291,7 +309,7 @@ class _Optimizer(AcceleratedOptimizer):
         if not self.gradient_state.sync_gradients:
             return None
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self._is_overflow = not result.applied
+        self._is_overflow = not result.applied and result.grad_norm != 0.0  # 0: no gradients, which skips nothing
         return result
 
 
@@ -304,12 +322,43 @@ def _refuse_no_sync() -> NoReturn:
     )
 
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() == "true"
+def _expect_alone(arguments: Mapping[str, Any], kind: DistributedType | None = None) -> None:
+    """Raises:
+    ValueError: accelerate is to shard, or has set itself up for it (`kind`)."""
+    others = [
+        name
+        for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+        or any(arguments.get(f"{name.lower()}_{plugin}") is not None for plugin in ("plugin", "plugins"))
+    ]
+    if others or kind not in (None, *_KINDS):
+        raise InvalidValue(
+            "Accelerator: zeroshard shards the model here, and accelerate is set up for "
+            f"{', '.join(others) or kind}: leave out its plugin (the argument, "
+            "ACCELERATE_USE_... in the environment, the configuration file)"
+        )
 
 
-def _joined(handles: list[Handle]) -> AbstractContextManager[None]:
-    return handles[0].join(*handles[1:]) if handles else nullcontext()
+def _expect_known(accelerator: accelerate.Accelerator) -> None:
+    """Raises:
+    ValueError: Accelerate's handlers ask for what the engine does not do."""
+    ddp, autocast = accelerator.ddp_handler, accelerator.autocast_handler
+    if ddp is not None and not ddp.comm_hook == ddp.comm_wrapper == DDPCommunicationHookType.NO:
+        raise InvalidValue(
+            f"Accelerator: DistributedDataParallelKwargs(comm_hook={str(ddp.comm_hook)!r}): the engine reduces "
+            "gradients, without hooks: to reduce them in 16 bits pass "
+            "Sharding(precision=MixedPrecision(reduce=torch.bfloat16))"
+        )
+    if autocast is not None and not autocast.enabled and accelerator.mixed_precision != "no":
+        raise InvalidValue(
+            f"Accelerator: mixed_precision={accelerator.mixed_precision!r} with AutocastKwargs(enabled=False): 16-bit "
+            "weights take the place of autocast: leave mixed_precision out to compute in fp32"
+        )
+
+
+def _joined(handles: Mapping[int, Handle]) -> AbstractContextManager[None]:
+    first, *others = handles.values() or [None]
+    return nullcontext() if first is None else first.join(*others)
 
 
 def _folder(location: str | Path, number: int) -> Path:
