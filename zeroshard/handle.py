@@ -316,8 +316,8 @@ class Handle(NotTheModel, NotCopied):
         """
         if self.engine.life.is_over:
             return
-        engine, destination = self._open("close"), give_back.destination_of(rank0_only, device)
-        engine.finish_background()
+        destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
+        engine.expect_no_backward("close").finish_background()
         self._let_go_of_parameters()
         give_back.close(engine, destination)
 

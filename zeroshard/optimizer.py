@@ -284,6 +284,7 @@ class ShardedOptimizer(TorchOptimizer):
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
+        self.engine.expect_no_backward("zero_grad")
         with as_tensors():
             super().zero_grad(set_to_none or (self._is_built and not self.engine.plan.external_gradients))
         if self._is_built:

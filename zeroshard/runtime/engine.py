@@ -253,6 +253,19 @@ class Engine(NotCopied):
         self.life.expect_open(what)
         self.collectives.come()
 
+    def expect_no_backward(self, what: str) -> Self:
+        """Returns the engine.
+
+        Raises:
+            RuntimeError: a hook calls this inside of a backward.
+        """
+        if self.hooks.schedule.is_in_backward:
+            raise InvalidState(
+                f"{what} inside of a backward (in a hook of a gradient or of a module): the gradients of a part of the "
+                "model are on their way, and the rest has not been computed. Call it when loss.backward() has returned"
+            )
+        return self
+
     def finish_background(self) -> None:
         """Wait for the checkpoint that is being written, if there is one; raises its error."""
         unfinished, self.background = self.background, None
@@ -264,6 +277,7 @@ class Engine(NotCopied):
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
         parked = self.life.after("park")
+        self.expect_no_backward("park")
         self.hooks.schedule.expect_to_begin()
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")

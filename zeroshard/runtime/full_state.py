@@ -65,6 +65,7 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     engine.collectives.num_reads += 1
+    here = engine.hooks.schedule.here()
     for unit in engine.units:
         # Every rank must read every unit, also ranks that keep nothing: `read_in_full` is collective.
         full = engine.gatherer.read_in_full(unit, main=main)
@@ -72,6 +73,7 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
             values |= {id(p): destination.copy(value) for p, value in zip(unit.parameters, full, strict=True)}
         del full  # before the next unit is read: views keep all of this one
     engine.gatherer.settle()
+    engine.gatherer.enter_backward(here)  # a hook in a backward has called this, and backward goes on with these
     if not keeps:
         return {}
     return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}

@@ -312,6 +312,15 @@ class Schedule(NotCopied):
         """Whether the last backward has raised, after it had begun to leave gradients in parameters."""
         return self.accumulates and self._backward is not None and not in_backward()
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a hook of the user's makes this call, inside of a backward of this model."""
+        return self._backward is not None and in_backward()
+
+    def here(self) -> list[Unit]:
+        """The units that this backward is at."""
+        return [unit for unit in self._at if unit.weights.shown] if in_backward() else []
+
     def expect_to_begin(self) -> None:
         """If the last backward raised, discard its gradients.
 

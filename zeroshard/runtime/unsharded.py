@@ -26,7 +26,6 @@ from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.gather import Gatherer
 from zeroshard.runtime.kept_weights import keeping
 from zeroshard.runtime.replaced import Found, put_back, take_over, uses
 from zeroshard.storage.main_weights import have_same_bits
@@ -65,7 +64,7 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
 @contextmanager
 def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
     """See `Handle.unsharded`: a scope to read. Only entering is collective."""
-    with _shown(units, engine.gatherer):
+    with _shown(units, engine):
         before = [(unit.edits, unit.weights.versions.writes()) for unit in units]
         try:
             with keeping(units, engine.units):
@@ -106,7 +105,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
     size = collectives.mesh.world.size
     if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
         raise InvalidValue(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
-    with _shown(units, engine.gatherer):
+    with _shown(units, engine):
         # This exchange also keeps every rank from writing before all ranks have read its weights.
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
@@ -138,7 +137,8 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
 
 
 @contextmanager
-def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
+def _shown(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
+    gatherer, here = engine.gatherer, engine.hooks.schedule.here()
     gatherer.collectives.num_reads += 1
     for unit in units:
         if not unit.weights.in_use:  # else an outer scope has gathered them
@@ -155,6 +155,8 @@ def _shown(units: Sequence[Unit], gatherer: Gatherer) -> Iterator[None]:
             unit.weights.scopes -= 1
             if not unit.weights.in_use:
                 unit.weights.rest()
+    with torch.no_grad():
+        gatherer.enter_backward(here)  # a hook in a backward has opened the scope, and backward goes on with these
 
 
 @contextmanager

@@ -72,6 +72,7 @@ class Clips:
         """See `ShardedOptimizer.clip_grad_value_`."""
         if not clip_value > 0:
             raise InvalidValue(f"clip_value must be positive, found {clip_value}")
+        self._engine.expect_no_backward("clip_grad_value_")
         self._clipping.clamp(clip_value)
         self._wait()
 
