@@ -251,6 +251,30 @@ def test_recorded_weights_are_those_of_a_plain_model() -> None:
             assert len(said) == refused and all(one.startswith(message) for one in said) and is_same
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_autograd_is_refused() -> None:
+    """Nothing was called at the end of such a backward, and the step said that the backward had raised."""
+
+    def train(rank: int, plan: str) -> str:
+        model = small()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+
+        def backward() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+
+        with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(RuntimeError) as error:
+            torch.compile(backward, backend="eager")()
+        optimizer.zero_grad()
+        backward()
+        assert optimizer.step().applied
+        return str(error.value)
+
+    for plan in ("zero2", "zero3"):
+        for said in run_ranks(train, 2, plan):
+            assert "compiled_autograd=False" in said.replace(" ", "")  # under zero3 torch itself says so
+
+
 def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> None:
     """A replay would compute with weights that are no longer there, and its gradients would not be reduced."""
 

@@ -422,9 +422,12 @@ def _find_handle(
     if handle is None:
         handles = {id(one): one for one in map(handle_of, parameters)}
         if len(handles) > 1:
+            strangers = ", ".join([str(tuple(p.shape)) for p in parameters if handle_of(p) is None][:3])
+            some = f"some to none, of the shapes {strangers}: a plain optimizer steps those of ignored="
             raise InvalidValue(
-                "the parameters belong to different handles (or some to none): build one ShardedOptimizer per handle, "
-                "or shard the models together, as one nn.ModuleList"
+                f"the parameters belong to different handles ({some if strangers else len(handles)}): build one "
+                "ShardedOptimizer per handle, or shard the models together, as one nn.ModuleList. "
+                "ShardedOptimizer(handle, ...) has all trainable parameters of the handle"
             )
         handle = next(iter(handles.values()), None)
         if handle is None:

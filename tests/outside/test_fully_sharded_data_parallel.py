@@ -201,3 +201,15 @@ def test_values_that_the_user_puts_into_the_state() -> None:
             assert [(one["value1"], one["value2"]) for one in found.values()] == [(2.74, None)] * 4
 
     run_ranks(check, 2)
+
+
+def test_an_optimizer_of_ignored_parameters_says_which_they_are() -> None:
+    """test_ignored_states_auto_wrap: there, one optimizer has all parameters of the model."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+        zeroshard.shard(model, "zero3", ignored=[model[1].weight])
+        with pytest.raises(ValueError, match=r"of the shapes \(5, 4\): a plain optimizer steps those of ignored="):
+            zeroshard.ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+
+    run_ranks(check, 2)

@@ -6,6 +6,7 @@ For example `handle(x)`, an optimizer instance in place of its class, the model 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -137,6 +138,20 @@ def expect_no_recording(stay: Iterable[bool]) -> bool:
             "are replicated (zero2), or a plain model that has loaded handle.full_state_dict()"
         )
     return True
+
+
+def expect_autograd() -> None:
+    """Called when a backward begins.
+
+    Raises:
+        RuntimeError: torch's compiled autograd runs it, which does not call what it was asked to call at its end.
+    """
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+        raise InvalidState(
+            "backward: torch's compiled autograd runs it, and nothing would be called when it is over: gradients would "
+            "not be complete. Set torch._dynamo.config.compiled_autograd = False (modules, and functions that are a "
+            "whole step, may be compiled)"
+        )
 
 
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:

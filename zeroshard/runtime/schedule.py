@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.outside_graphs import called_by_torch
+from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, under_transform
 from zeroshard.runtime.calls import (
     MOST_VISITS,
@@ -290,6 +291,7 @@ class Schedule(NotCopied):
         """
         self.gatherer.collectives.come()
         if self._backward is None:
+            expect_autograd()
             self._backward = torch._C._current_graph_task_id()
             # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
             # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
