@@ -4,6 +4,7 @@ does, or says what to write instead."""
 from __future__ import annotations
 
 import os
+import warnings
 from functools import partial
 from typing import Any
 
@@ -185,6 +186,29 @@ def test_optimizers_may_be_among_the_joinables() -> None:
                     optimizer.step(), optimizer.zero_grad()
             found.append(list(accelerator.handle_of(model).full_state_dict().values()))
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+    run_ranks(check, 2)
+
+
+class Endless(torch.utils.data.IterableDataset[float]):
+    def __iter__(self) -> Any:
+        return iter([1.0] * 4)
+
+
+def test_even_batches_of_iterable_data_are_warned_of() -> None:
+    """`test_join_raises_warning_for_iterable_when_overriding_even_batches`. It was silent."""
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        accelerator, model = accelerator_of("zero3"), net()
+        for data, number in ((torch.utils.data.TensorDataset(torch.zeros(4)), 0), (Endless(), 1)):
+            model, _ = accelerator.prepare(model, torch.utils.data.DataLoader(data))
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                with accelerator.join_uneven_inputs([model], even_batches=False):
+                    pass
+            ours = [one for one in seen if "even_batches= is for map-style datasets" in str(one.message)]
+            assert len(ours) == number and all(one.filename == __file__ for one in ours)
 
     run_ranks(check, 2)
 

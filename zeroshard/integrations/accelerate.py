@@ -7,6 +7,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from zeroshard.checkpoint import load, save
 from zeroshard.comm.joining import init
@@ -225,6 +227,9 @@ class Accelerator(accelerate.Accelerator):
         loaders = [one for one in self._dataloaders if hasattr(getattr(one, "batch_sampler", None), "even_batches")]
         before = [loader.batch_sampler.even_batches for loader in loaders]
         even = self.even_batches if even_batches is None else even_batches
+        if even_batches is not None and any(isinstance(one.dataset, IterableDataset) for one in self._dataloaders):
+            words = "even_batches= is for map-style datasets: loaders of iterable ones yield the batches that they did"
+            warnings.warn(f"join_uneven_inputs: {words}", stacklevel=3)
         try:
             for loader in loaders:
                 loader.batch_sampler.even_batches = even
