@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
@@ -244,5 +245,7 @@ def test_what_cannot_be_taken_over_is_told() -> None:
         wrapped: Any = torch.optim.SGD(other.parameters())
         wrapped.step = lambda: None
         refused(ValueError, r"the step\(\) of this SGD has been replaced", second, wrapped)
+        dividing = ZeroRedundancyOptimizer(other.parameters(), torch.optim.SGD, lr=0.1)
+        refused(ValueError, r"ZeroRedundancyOptimizer divides its state .* in its place, SGD\(params", second, dividing)
 
     run_ranks(check, RANKS)

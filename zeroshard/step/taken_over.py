@@ -84,8 +84,14 @@ def state_dict_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
     """Raises:
-    ValueError: the instance's `step` has been replaced by another function, which would be lost. (Schedulers also
-        replace it, but only to count steps.)"""
+    ValueError: it divides its state over the ranks itself (ZeroRedundancyOptimizer, OSS); or the instance's `step` has
+        been replaced by another function, which would be lost. (Schedulers also replace it, but only count steps.)"""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        inner = type(optimizer.optim).__name__ if hasattr(optimizer, "optim") else "Adam"
+        raise InvalidValue(
+            f"from_optimizer: {type(optimizer).__name__} divides its state over the ranks itself: make the plain "
+            f"optimizer in its place, {inner}(params, ...), whose state is divided here"
+        )
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "_wrapped_by_lr_sched", False):
         raise InvalidValue(
