@@ -112,7 +112,10 @@ class Hooks(NotCopied):
         before, inside = _before(self.schedule, needed, begin), _before(self.schedule, needed, None)
         after = _after(self.schedule, needed)
 
-        @functools.wraps(method)
+        # What torch.compile has set on a compiled method is about that one: torch would look past the wrapper.
+        is_compiled = hasattr(method, "_torchdynamo_orig_callable")
+
+        @functools.wraps(method, updated=() if is_compiled else functools.WRAPPER_UPDATES)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             (inside if self.schedule.running else before)(module, args, kwargs)
             output, inputs = None, Inputs(casts.into)
