@@ -160,6 +160,34 @@ def test_param_groups_schedulers_and_changed_hyper_parameters_take_effect() -> N
         expect_same_logs(logs)
 
 
+def test_param_groups_may_be_assigned_with_more_behind() -> None:
+    """As callbacks do that resume after they have added groups. The list was replaced, and the step knew nothing."""
+
+    def check(rank: int) -> None:
+        found = []
+        for shards in (False, True):
+            model = make(small)
+            head, rest = list(model.head.parameters()), list(model.blocks.parameters())
+            optimizer: Any = torch.optim.SGD(head, lr=0.5)
+            if shards:
+                optimizer = zeroshard.ShardedOptimizer.from_optimizer(zeroshard.shard(model, "zero3"), optimizer)
+            optimizer.param_groups = [
+                {**optimizer.param_groups[0], "lr": 0.1},
+                {**optimizer.param_groups[0], "lr": 0.2, "params": rest},
+            ]
+            if shards:
+                for wrong in ([{"params": rest}], [{"params": head[:1]}, {"params": rest}], []):
+                    with pytest.raises(RuntimeError, match="the parameters of param group 0 have been edited"):
+                        optimizer.param_groups = wrong
+            assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+            loss_of_tokens(model, rank=0, micro_batch=0, step=0).backward()
+            optimizer.step()
+            found.append(optimizer.handle.full_state_dict() if shards else dict(model.state_dict()))
+        assert same_bits(*found)
+
+    run_ranks(check, 2)
+
+
 def test_closures() -> None:
     """`step` calls the closure once, with gradients enabled."""
     expected = run_ranks(lambda rank: train_reference(Job(model=small, steps=2), 3), 1)[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
@@ -186,20 +187,8 @@ class ShardedOptimizer(TorchOptimizer):
                 OPTIMIZER_ONLY, the scale differs from that of earlier losses.
             RuntimeError: the loss has no graph (forward under no_grad, or a second backward).
         """
-        self.engine.check_open("backward")
-        if loss.numel() != 1 and "gradient" not in kwargs:
-            raise InvalidValue(
-                f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
-            )
-        if weight is not None and not 0 <= weight < math.inf:
-            raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")
-        if not loss.requires_grad:
-            raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
-        self.engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
-        with self.scaling.backward(scaler, weight, anew=self.engine.begins_anew()) as factor:
-            scaled = loss if factor == 1.0 else loss.float() * factor
-            with self.engine.reducer.expect_backward(scaled, is_plain=not kwargs.keys() - {"retain_graph"}):
-                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        with scaled_loss(self, loss, scaler, weight, kwargs) as scaled:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @outside_graphs
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -337,7 +326,7 @@ class ShardedOptimizer(TorchOptimizer):
                 raise InvalidValue(
                     "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
                 )
-            with self.engine.claims.claimed(group["params"], self):
+            with self.engine.claims.claimed(group["params"], self._itself()):
                 self.engine.take_newcomers(self.groups.parameters(), self.handle)
                 self.engine.unfreeze()
                 self.rebuild()
@@ -360,7 +349,7 @@ class ShardedOptimizer(TorchOptimizer):
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add parameters of the handle that no optimizer has to the first group, at the place that they would have had
         from the start."""
-        self.groups.adopt(parameters, self)
+        self.groups.adopt(parameters, self._itself())
 
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
@@ -394,6 +383,33 @@ class ShardedOptimizer(TorchOptimizer):
     def scaling(self) -> LossAccount:
         """The losses since the last step, and the default scaler."""
         return self.agreement.losses
+
+
+@contextmanager
+def scaled_loss(
+    optimizer: ShardedOptimizer,
+    loss: Tensor,
+    scaler: LossScaler | None = None,
+    weight: float | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> Iterator[Tensor]:
+    """Around a call of the `backward` of the tensor that it yields, with these arguments: see
+    `ShardedOptimizer.backward`."""
+    engine, arguments = optimizer.engine, arguments or {}
+    engine.check_open("backward")
+    if loss.numel() != 1 and "gradient" not in arguments:
+        raise InvalidValue(
+            f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
+        )
+    if weight is not None and not 0 <= weight < math.inf:
+        raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")
+    if not loss.requires_grad:
+        raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
+    engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
+    with optimizer.scaling.backward(scaler, weight, anew=engine.begins_anew()) as factor:
+        scaled = loss if factor == 1.0 else loss.float() * factor
+        with engine.reducer.expect_backward(scaled, is_plain=not arguments.keys() - {"retain_graph"}):
+            yield scaled
 
 
 def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Parameter]) -> None:

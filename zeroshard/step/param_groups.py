@@ -147,7 +147,14 @@ class ParamGroups:
     def expect_unchanged(self) -> None:
         """Raises:
         RuntimeError: somebody has edited the lists of parameters, which the update does not see."""
-        found = [group["params"] for group in self.lists]
+        self._expect([group["params"] for group in self.lists])
+
+    def expect_to_begin(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raises:
+        RuntimeError: these param groups do not begin with the ones that are there."""
+        self._expect([list(group["params"]) for group in groups[: len(self._parameters)]])
+
+    def _expect(self, found: list[list[nn.Parameter]]) -> None:
         pairs = zip_longest(found, self._parameters, fillvalue=(None,))
         same = [len(one) == len(other) and all(map(is_, one, other)) for one, other in pairs]
         if not all(same):

@@ -6,8 +6,9 @@ The state is sharded; here it has torch's own form.
 from __future__ import annotations
 
 import copy
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -46,6 +47,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     def __init__(self, params: list[Any], defaults: dict[str, Any]) -> None:
         self._is_built = False
+        # Wrappers of frameworks (Lightning, Fabric) inherit from this class, and have the attributes of this object.
+        self._itself: Callable[[], Any] = weakref.ref(self)
         Joinable.__init__(self)
         super().__init__(params, defaults)
 
@@ -56,6 +59,27 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     @abstractmethod
     def agree(self, norm_type: float | None = None) -> Control:
         """The control exchange of `clip_grad_norm_` and `step`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The list of param groups. Groups may be assigned that begin with those that are there, as some loops do to
+        resume: hyper-parameters are set, and further groups added (collective).
+
+        Raises:
+            RuntimeError: (when assigned) one of the groups has other parameters.
+        """
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, assigned: list[dict[str, Any]]) -> None:
+        if not self._is_built:
+            self._param_groups = assigned
+            return
+        self.groups.expect_to_begin(assigned)
+        for mine, group in zip(list(self.param_groups), assigned, strict=False):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        for group in assigned[len(self.param_groups) :]:
+            self.add_param_group(group)
 
     # State -------------------------------------------------------------------------------------------------------
 
