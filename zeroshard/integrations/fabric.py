@@ -20,8 +20,10 @@ from zeroshard.integrations.sharding import (
     Sharding,
     expect_handle_of,
     handle_of_model,
+    in_own_names,
     is_movable,
     needing,
+    scaled_by,
     scaling_optimizer,
     trained_state,
 )
@@ -96,10 +98,8 @@ class FabricStrategy(DDPStrategy):
             handle = expect_handle_of(module, "fabric.setup(model)")
             found = [one for one in found if one.handle is handle]
         optimizer = scaling_optimizer(found, "fabric.backward", "fabric.backward(loss, model=model)")
-        if optimizer is not None:
-            optimizer.backward(tensor, **kwargs)
-        else:
-            super().backward(tensor, module, *args, **kwargs)
+        with scaled_by(optimizer, tensor, args, kwargs) as scaled:
+            super().backward(scaled, module, *args, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -122,7 +122,9 @@ class FabricStrategy(DDPStrategy):
         """The state dict of the plain model, on rank 0 only. Collective."""
         module = _plain(module)
         handle = handle_of_model(module)
-        return dict(super().get_module_state_dict(module)) if handle is None else trained_state(handle)
+        if handle is None:
+            return dict(super().get_module_state_dict(module))
+        return in_own_names(module, trained_state(handle))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module = _plain(module)
@@ -174,7 +176,7 @@ def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
     """Raises:
     TypeError: options of DistributedDataParallel were given. (LightningCLI passes all of them, with their defaults.)"""
     usual = inspect.signature(DistributedDataParallel).parameters
-    asked = [name for name, value in found.items() if name not in usual or value != usual[name].default]
+    asked = [name for name, value in found.items() if value != getattr(usual.get(name), "default", None)]
     if asked:
         raise InvalidType(
             f"this strategy has no {', '.join(asked)}: there is no DistributedDataParallel under it; what is about "

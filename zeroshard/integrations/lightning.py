@@ -20,15 +20,17 @@ from zeroshard.integrations.sharding import (
     Sharding,
     expect_handle_of,
     handle_of_model,
+    in_own_names,
     is_movable,
     needing,
+    scaled_by,
     trained_state,
 )
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
 
 with needing("lightning", "lightning"):
-    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
     from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
@@ -36,6 +38,7 @@ with needing("lightning", "lightning"):
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
@@ -55,7 +58,7 @@ class ShardedStrategy(DDPStrategy):
     def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
         self.sharding = Sharding.of(sharding)
         super().__init__(**kwargs)
-        expect_no_ddp_options(self._ddp_kwargs)
+        expect_no_ddp_options({**self._ddp_kwargs, **{name: kwargs[name] for name in _OF_DDP if name in kwargs}})
 
     @property
     def handle(self) -> Handle:
@@ -105,7 +108,9 @@ class ShardedStrategy(DDPStrategy):
             for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # a manual training_step contains steps
                 if is_overridden(name, module):
                     handle.register_forward_method(module, name)
-        self.optimizers = [self.sharding.take_over(optimizer) for optimizer in self.optimizers]
+        self.optimizers = [
+            one if isinstance(one, _MockOptimizer) else self.sharding.take_over(one) for one in self.optimizers
+        ]
         self.setup_precision_plugin()
 
     def on_exception(self, exception: BaseException) -> None:
@@ -129,28 +134,51 @@ class ShardedStrategy(DDPStrategy):
         with self.handle.no_sync():
             yield
 
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """A step. Where Lightning passes over the data without backward (to average the statistics of batch norms), it
+        steps once all the same, and is to do nothing: a plain optimizer applies the last gradients again."""
+        if self.lightning_module.trainer.fit_loop._skip_backward:
+            optimizer.zero_grad()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """If there is no optimizer, nobody has used the gradients of the last step, and they end here."""
+        without = not any(map(_inner, self.optimizers))
+        if without and self.lightning_module.automatic_optimization and self.handle.engine.has_gradients(reduced=True):
+            self.lightning_module.zero_grad()
+
     # Checkpoints: Lightning's own files, which rank 0 writes and every strategy can load --------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: a checkpoint is loaded into the sharded module."""
-        return True
+        """Whether a checkpoint waits for `setup`: there must be memory for its values. (Lightning forgets the argument
+        `weights_only` then.)"""
+        module = self.lightning_module
+        return handle_of_model(module) is None and any(parameter.is_meta for parameter in module.parameters())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the plain module, on rank 0 only. Collective."""
         handle = handle_of_model(self.lightning_module)
-        return dict(super().lightning_module_state_dict()) if handle is None else dict(trained_state(handle))
+        if handle is None:
+            return dict(super().lightning_module_state_dict())
+        return in_own_names(self.lightning_module, trained_state(handle))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_into(self.handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
+        handle = handle_of_model(self.lightning_module)
+        if handle is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            load_into(handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
-        return _inner(optimizer).state_dict(rank0_only=True, device="cpu")
+        inner = _inner(optimizer)
+        return {} if inner is None else inner.state_dict(rank0_only=True, device="cpu")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state if self.is_global_zero else None, broadcast_from_rank0=True)
+            if (inner := _inner(optimizer)) is not None:
+                inner.load_state_dict(state if self.is_global_zero else None, broadcast_from_rank0=True)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -176,23 +204,25 @@ class _Precision(Precision):
         self.precision = precision
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Backward of the loss, scaled if there is a loss scale. A loss belongs to all optimizers of the module."""
-        for one in map(_inner, model.trainer.strategy.optimizers):
-            if one.scaling.default is not None:
-                one.backward(tensor, **kwargs)
-                return
-        super().backward(tensor, model, optimizer, *args, **kwargs)
+        """The module's own `backward` of the loss, scaled if there is a loss scale. A loss belongs to all optimizers
+        of the module."""
+        inner = [one for optimizer in model.trainer.strategy.optimizers if (one := _inner(optimizer)) is not None]
+        with scaled_by(next((one for one in inner if one.scaling.default), None), tensor, args, kwargs) as scaled:
+            super().backward(scaled, model, optimizer, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        _inner(optimizer).clip_grad_norm_(float(clip_val))
+        if (inner := _inner(optimizer)) is not None:
+            inner.clip_grad_norm_(float(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        _inner(optimizer).clip_grad_value_(float(clip_val))
+        if (inner := _inner(optimizer)) is not None:
+            inner.clip_grad_value_(float(clip_val))
 
 
-def _inner(optimizer: Any) -> ShardedOptimizer:
-    inner: ShardedOptimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return inner
+def _inner(optimizer: Any) -> ShardedOptimizer | None:
+    """None: what Lightning uses if `configure_optimizers` returns None."""
+    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return inner if isinstance(inner, ShardedOptimizer) else None
 
 
 ShardedStrategy.register_strategies(StrategyRegistry)

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.managed import Ignored
 from zeroshard.model.paths import Modules, modules_of
 from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
-from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.optimizer import ShardedOptimizer, scaled_loss
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for
 from zeroshard.runtime.materialize import Source
@@ -235,6 +235,14 @@ def trained_state(handle: Handle) -> dict[str, Tensor]:
     return state
 
 
+def in_own_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state under the names of `model.state_dict()`, which has `_orig_mod` where modules inside are compiled."""
+    paths = [f"{path}." for path, _ in getattr(model, "_orig_mod", model).named_modules(remove_duplicate=False)]
+    own = {plain_name(path): path.replace("_checkpoint_wrapped_module.", "") for path in paths}
+    split = {name: name.rpartition(".") for name in state}
+    return {own.get(path + dot, path + dot) + leaf: state[name] for name, (path, dot, leaf) in split.items()}
+
+
 def optimizer_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[ShardedOptimizer]) -> ShardedOptimizer | None:
     """The optimizer whose parameters are exactly these, apart from frozen ones; None if there is none."""
     asked = {id(parameter) for parameter in parameters if parameter.requires_grad}
@@ -254,6 +262,15 @@ def scaling_optimizer(optimizers: Iterable[ShardedOptimizer], call: str, instead
     if len(scaled) > 1:
         raise InvalidState(f"{call}: several models have a loss scale, and a loss does not say whose it is: {instead}")
     return next(iter(scaled.values()), None)
+
+
+def scaled_by(
+    optimizer: ShardedOptimizer | None, loss: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> AbstractContextManager[Tensor]:
+    """Around `backward(*args, **kwargs)` of the tensor that it yields: the loss, scaled as the optimizer does it."""
+    if optimizer is None:
+        return nullcontext(loss)
+    return scaled_loss(optimizer, loss, arguments={"gradient": args[0], **kwargs} if args else kwargs)
 
 
 @contextmanager
