@@ -232,10 +232,19 @@ class Reducer:
             self._take(unit, index, grads)
         grads.ready.add(index)
         self._reductions.finish_early()
-        if is_reduced and grads.summed <= grads.ready:
+        if is_reduced and grads.summed <= grads.ready and not self._waits_for_visit():
             self._complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
+
+    def _waits_for_visit(self) -> bool:
+        """Whether a unit that has all its gradients is reduced when backward comes to the next unit."""
+        # [Note: one order on native backends]
+        # A rank without a gradient for the unit can reduce it no earlier than there, behind the gather of the next
+        # unit. Gathers and reductions have communicators of their own, and NCCL wants operations of several
+        # communicators in one order on all ranks: else they may wait for each other on the device. Backward comes to
+        # the next unit as soon as it is done with this one. (Messages find their counterparts in any order.)
+        return not self.collectives.transport.announces and bool(self.to_come.visits)
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""

@@ -1,0 +1,94 @@
+"""On native backends all ranks issue gathers and reductions in one order, over both communicators.
+
+Over gloo and in shared memory they find their counterparts in any order, and a unit is reduced at its last gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import make
+from tests.timed_backend import timed_ranks
+from zeroshard.runtime.reduce import Reducer
+from zeroshard.testing import run_ranks
+
+WIDTH, BLOCKS = 8, 5
+
+
+class Block(nn.Module):
+    """What it leaves out of a forward gets no gradient there."""
+
+    def __init__(self, inner: nn.ModuleList | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = inner or nn.ModuleList()
+        self.without: tuple[str, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "first" not in self.without:
+            x = x + self.first(x).tanh()
+        for block in self.inner:
+            x = block(x)
+        return x if "second" in self.without else x + self.second(x).tanh()
+
+
+def flat() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, 1))
+
+
+def nested(*, frozen: bool) -> nn.Sequential:
+    model = nn.Sequential(
+        *(Block(nn.ModuleList(Block() for _ in range(2))) for _ in range(BLOCKS)), nn.Linear(WIDTH, 1)
+    )
+    for block in model[:-1] if frozen else ():
+        block.inner.requires_grad_(False)
+    return model
+
+
+MODELS: list[Callable[[], nn.Sequential]] = [flat, partial(nested, frozen=False), partial(nested, frozen=True)]
+CASES = [(without, at) for without in (("first",), ("second",), ("first", "second")) for at in ((2,), (1, 2), (0, 4))]
+
+
+def issued(rank: int, build: Callable[[], nn.Sequential]) -> list[list[tuple[str, str]]]:
+    """The collectives of the first steps, of a later step, and of one in which rank 1 has another graph again."""
+    steps = []
+    for without, at in CASES:
+        handle = zeroshard.shard(model := make(build), "zero3", units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1e-3)
+        for step in range(3):
+            handle.comm_log.clear()
+            for index in at:
+                model[index].without = without if rank == 1 and step != 1 else ()
+            torch.manual_seed(rank + 10 * step)
+            optimizer.backward(model(torch.randn(2, WIDTH)).square().mean())
+            optimizer.step()
+            steps.append([(event.op, event.unit) for event in handle.comm_log.entries])
+    return steps
+
+
+@pytest.fixture(autouse=True)
+def native() -> Iterator[None]:
+    with timed_ranks("late"):
+        yield
+
+
+@pytest.mark.parametrize("build", MODELS, ids=["flat", "nested", "frozen inside"])
+def test_gathers_and_reductions_have_one_order(build: Callable[[], nn.Sequential]) -> None:
+    """Where one rank has no gradient for a part of a unit, it reduced that unit behind the next gather, and the others
+    in front of it."""
+    first, second = run_ranks(issued, 2, build)
+    assert first == second
+
+
+def test_at_the_last_gradient_they_would_have_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(Reducer, "_waits_for_visit", lambda self: False)
+    first, second = run_ranks(issued, 2, flat)
+    assert first != second
+    assert [sorted(step) for step in first] == [sorted(step) for step in second]
