@@ -7,12 +7,12 @@ scheduler sets the learning rate of an optimizer that is no longer stepped.
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
@@ -213,6 +213,10 @@ def test_controls() -> None:
 
 
 def test_what_cannot_be_taken_over_is_told() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.distributed.optim compiles functions
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # slow: once, before ranks are forked
+
     def check(rank: int) -> None:
         def refused(kind: type[Exception], told: str, *args: Any, **kwargs: Any) -> None:
             with pytest.raises(kind, match=told):

@@ -5,6 +5,12 @@
 
 A unit is *ready* when all its trainable parameters have a gradient in this backward. Parameters without a gradient at
 the end of backward contribute zeros. So the sequence of collectives never depends on the graph of one rank.
+
+[Note: one order on native backends]
+A rank without a gradient for a unit can reduce it no earlier than backward comes to the next unit, behind the gather of
+that. Gathers and reductions have communicators of their own, and NCCL wants operations of several communicators in one
+order on all ranks: else they may wait for each other on the device. So there every rank reduces a unit in that place.
+Backward comes to it as soon as it is done with the unit.
 """
 
 from __future__ import annotations
@@ -238,12 +244,7 @@ class Reducer:
                 self._advance()
 
     def _waits_for_visit(self) -> bool:
-        """Whether a unit that has all its gradients is reduced when backward comes to the next unit."""
-        # [Note: one order on native backends]
-        # A rank without a gradient for the unit can reduce it no earlier than there, behind the gather of the next
-        # unit. Gathers and reductions have communicators of their own, and NCCL wants operations of several
-        # communicators in one order on all ranks: else they may wait for each other on the device. Backward comes to
-        # the next unit as soon as it is done with this one. (Messages find their counterparts in any order.)
+        """Whether a ready unit is reduced later: see [Note: one order on native backends]."""
         return not self.collectives.transport.announces and bool(self.to_come.visits)
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
