@@ -3,7 +3,6 @@ the bits are those of Lightning's own DDP."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.test_with_lightning import in_plain_names, launched, loader, module_of, trainer
+from tests.integrations.test_with_lightning import finetuning, in_plain_names, launched, loader, module_of, trainer
 from tests.kit import Block, Net, make, same_bits
 from tests.late import once
 from zeroshard.integrations.sharding import handle_of_model
@@ -192,16 +191,6 @@ def test_the_modules_own_backward_gets_the_scaled_loss(tmp_path: Path) -> None:
 def test_a_callback_that_unfreezes_is_resumed(tmp_path: Path) -> None:
     """It assigns `optimizer.param_groups`, with the groups that it had added before."""
     pytest.importorskip("lightning")
-    from lightning.pytorch.callbacks import BaseFinetuning
-
-    class Finetuning(BaseFinetuning):
-        def freeze_before_training(self, module: Any) -> None:
-            self.freeze(module.net.blocks[0])
-
-        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-            if epoch == 1:
-                with handle.unsharded() if (handle := handle_of_model(module)) is not None else nullcontext():
-                    self.unfreeze_and_add_param_group(module.net.blocks[0], optimizer, lr=0.1)
 
     def check(rank: int) -> None:
         launched(rank, 2)
@@ -210,7 +199,7 @@ def test_a_callback_that_unfreezes_is_resumed(tmp_path: Path) -> None:
             for begin, end in ((0, 2), (2, 3)):
                 module = module_of()
                 module.configure_optimizers = partial(optimizer_of, module)
-                run = trainer(tmp_path, strategy, 2, callbacks=[Finetuning()], max_epochs=end, max_steps=-1)
+                run = trainer(tmp_path, strategy, 2, callbacks=[finetuning()], max_epochs=end, max_steps=-1)
                 path = tmp_path / f"{strategy}.ckpt"
                 run.fit(module, loader(rank, 2), ckpt_path=path if begin else None)
                 run.save_checkpoint(path)

@@ -383,9 +383,8 @@ def of_trainer(folder: Path, precision: Any, strategy: str) -> tuple[torch.dtype
     return dtype, dtype_of_loss, loss
 
 
-def test_a_callback_unfreezes_a_part_of_the_module(tmp_path: Path) -> None:
-    """The parts that were frozen train as under a plan that replicates the weights."""
-    pytest.importorskip("lightning")
+def finetuning() -> Any:
+    """A callback that freezes the first block, and lets it train from the second epoch on."""
     from lightning.pytorch.callbacks import BaseFinetuning
 
     class Finetuning(BaseFinetuning):
@@ -397,10 +396,17 @@ def test_a_callback_unfreezes_a_part_of_the_module(tmp_path: Path) -> None:
                 with module.trainer.strategy.handle.unsharded():
                     self.unfreeze_and_add_param_group(module.net.blocks[0], optimizer, lr=0.1)
 
+    return Finetuning()
+
+
+def test_a_callback_unfreezes_a_part_of_the_module(tmp_path: Path) -> None:
+    """The parts that were frozen train as under a plan that replicates the weights."""
+    pytest.importorskip("lightning")
+
     def trained(rank: int, strategy: str, max_epochs: int) -> State:
         module = module_of()
         module.configure_optimizers = lambda: torch.optim.SGD([p for p in module.parameters() if p.requires_grad])
-        options = {"callbacks": [Finetuning()], "max_epochs": max_epochs, "max_steps": -1}
+        options = {"callbacks": [finetuning()], "max_epochs": max_epochs, "max_steps": -1}
         run = trainer(tmp_path, strategy, 2, **options)
         run.fit(module, loader(rank, 2))
         return in_plain_names(run.strategy.handle.full_state_dict())
