@@ -234,7 +234,7 @@ class ShardedOptimizer(TorchOptimizer):
         expect_arguments(self._classes.of_groups, arguments)
         loss = torch.enable_grad()(closure)() if closure is not None else None
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
-        self.engine.expect_known_parameters()  # a model that is called by its parts alone has no forward that looks
+        self.engine.expect_parameters_known_since()
         self.engine.expect_in_place()
         expect_none_written(self.engine.units, "a step")
         self._ask(arguments=arguments)

@@ -182,3 +182,25 @@ def test_checkpoints_of_one_rank_and_of_two(tmp_path: Path) -> None:
         torch.testing.assert_close(found["model"], dict(expected["model"]))
         for key, state in expected["optimizer"].items():
             torch.testing.assert_close(found["optimizer"][key], state)
+
+
+@on_ranks(1)
+def test_values_given_to_a_gradient_after_a_clip_has_read_it_are_those_of_the_step(rank: int) -> None:
+    def trained(plan: Any, *, gives: bool) -> dict[str, Tensor]:
+        model = Odd()
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, tokens(0)))
+        optimizer.clip_grad_norm_(1e9)
+        if gives:
+            grad: Any = model.norm.weight.grad
+            grad.data = torch.ones(13)
+        optimizer.step()
+        return handle.full_state_dict()
+
+    def check(rank: int, plan: Any) -> None:
+        given, plain = trained(plan, gives=True), trained(plan, gives=False)
+        assert torch.equal(given["norm.weight"], torch.ones(13).sub(torch.ones(13), alpha=0.1))
+        assert not torch.equal(given["norm.weight"], plain["norm.weight"])
+
+    in_turn(check, PLANS)(rank)

@@ -23,5 +23,6 @@ def norms_of_rows(flat: Tensor) -> Tensor:
 
 def rows_and_rest(flat: Tensor) -> tuple[Tensor, Tensor]:
     """Views: the rows, [rows, ROW_NUMEL], and what is left, [less than ROW_NUMEL]."""
-    end = flat.numel() // ROW_NUMEL * ROW_NUMEL
-    return flat[:end].view(-1, ROW_NUMEL), flat[end:]
+    numel = flat.numel()
+    end = numel // ROW_NUMEL * ROW_NUMEL
+    return (flat if end == numel else flat[:end]).view(-1, ROW_NUMEL), flat[end:]

@@ -321,6 +321,7 @@ class Engine(NotCopied):
         self.collectives.num_reads += not in_use  # in a scope, one rank may call the model alone
         with outside_transforms():
             self.expect_known_parameters(also_added=torch.is_grad_enabled())
+            self.plain.is_known = torch.is_grad_enabled()
             # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only one
             # may be recomputing: there it would hang.
             if torch.is_grad_enabled() and not in_use and not in_backward():
@@ -355,6 +356,12 @@ class Engine(NotCopied):
                 "other values of its shape inside `with handle.unsharded(write=True):`, by p.data = values. (For a "
                 "functional_call: pass tensors, `parameter.detach()`, not Parameters)"
             )
+
+    def expect_parameters_known_since(self) -> None:
+        """Before a step: as `expect_known_parameters`, unless a forward since the last step has checked."""
+        if not self.plain.is_known:  # a model that is called by its parts alone has no forward that looks
+            self.expect_known_parameters()
+        self.plain.is_known = False
 
     def expect_in_place(self) -> None:
         """Check that every parameter's data lie where the engine has put them (see `Weights.expect_in_place`)."""

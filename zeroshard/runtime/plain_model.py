@@ -24,6 +24,7 @@ class PlainModel:
 
     Attributes:
         is_read: whether this class is calling the model's `state_dict()`, for the names only.
+        is_known: whether a forward since the last step has found no newcomers.
     """
 
     def __init__(self, model: nn.Module | None, managed: Managed) -> None:
@@ -33,7 +34,7 @@ class PlainModel:
             managed: which parameters and buffers are managed.
         """
         self._model, self._managed = None if model is None else weakref.ref(model), managed
-        self.is_read = False
+        self.is_read = self.is_known = False
         self._contents: Contents | None = None  # of a model without newcomers
 
     @property

@@ -34,9 +34,10 @@ class SlotBuffer(FlatBuffer):
         assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
         allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
         super().__init__(layout, 0, dtype, resting, allocate, lasting=False)
-        self._places: dict[Interval, list[tuple[int, slice | None]]] = {}
+        self._places: dict[tuple[int, int], list[tuple[int, slice | None]]] = {}
         self._nothing = self.shard
         self._tensors = [self._nothing] * len(layout.slots)
+        self._flat: dict[int, Tensor] = {}  # a step reads them twice: for the norm, and for the update
         self._fresh: set[int] = set()  # slots whose tensor the current backward has made
 
     def hold(self) -> None:
@@ -44,6 +45,7 @@ class SlotBuffer(FlatBuffer):
 
     def let_go(self) -> None:
         self._tensors = [self._nothing] * len(self.layout.slots)
+        self._flat.clear()
         self._fresh.clear()
 
     def views(self) -> list[Tensor]:
@@ -91,8 +93,15 @@ class SlotBuffer(FlatBuffer):
         return self.part(world)
 
     def parts(self, world: Interval) -> Sequence[Tensor]:
-        places, tensors = self._places.get(world) or self._find(world), self._tensors
-        return [tensors[index].view(-1) if place is None else tensors[index].view(-1)[place] for index, place in places]
+        places = self._places.get((world.start, world.stop)) or self._find(world)
+        return [self._in_one_row(index) if place is None else self._in_one_row(index)[place] for index, place in places]
+
+    def _in_one_row(self, index: int) -> Tensor:
+        """The tensor of a slot, flat."""
+        tensor, flat = self._tensors[index], self._flat.get(index)
+        if flat is None or flat.data_ptr() != tensor.data_ptr():  # another one, or `p.grad.data = values`
+            flat = self._flat[index] = tensor.view(-1)
+        return flat
 
     def _find(self, world: Interval) -> list[tuple[int, slice | None]]:
         """The slots that the interval touches, and the part of each; None: all of it."""
@@ -101,7 +110,7 @@ class SlotBuffer(FlatBuffer):
             slot = self.layout.slots[index].world
             if part := slot & world:
                 places.append((index, None if part == slot else part.relative_to(slot.start).slice))
-        self._places[world] = places  # the same intervals are read in every step
+        self._places[world.start, world.stop] = places  # the same intervals are read in every step
         return places
 
     def copy_to(self, world: Interval, out: Tensor) -> Tensor:
@@ -125,6 +134,7 @@ class SlotBuffer(FlatBuffer):
         for index in self._fresh:
             self._settle(index)
         self._fresh.clear()
+        self._flat.clear()  # the storages of tensors that others have replaced
         self._note_most()
 
     def _note_most(self) -> None:
