@@ -5,7 +5,7 @@
 
 A gradient that is not finite is found in the reduced shard, by the control exchange, at no extra cost. To know *which
 loss* it came from, gradients must be checked before they are accumulated. This is done only for losses with a scaler of
-their own. (Which parameter, rank and micro-batch it was: `origins.py`.)
+their own and, from the first of these on, for all losses. (Which parameter, rank and micro-batch it was: `origins.py`.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Loss:
         scale: the loss scale; 1 for none.
         is_weighted: whether the loss was also multiplied by a weight; the step then divides by the sum of the weights.
         scaler: the scaler that `scale` comes from.
-        looked_at: whether the loss has a scaler of its own, and each of its gradients is checked.
+        looked_at: whether losses have scalers of their own, and each gradient of this one is checked.
         finite: for each checked gradient, whether it is finite (0-d bool).
     """
 
@@ -56,12 +56,13 @@ class LossLedger:
         looks_or_scales: whether gradients of the current loss are checked or rescaled (`add`).
         discarded: ids of parameters that no optimizer has, and whose gradients a step has discarded since the last
             backward.
+        has_scalers: whether a loss has had a scaler of its own.
         of_some_ranks: in a join, whether some ranks have run out, and the step divides by the number of the others.
     """
 
     def __init__(self) -> None:
         self.has_final = True
-        self.looks_or_scales = self.of_some_ranks = False
+        self.looks_or_scales = self.of_some_ranks = self.has_scalers = False
         self.discarded: set[int] = set()
         self._loss = Loss()
         self._scale: float | None = None
@@ -189,7 +190,10 @@ class LossAccount:
         if any(account._losses and (weight is None) != (account.weight is None) for account in together):
             raise InvalidState("either all losses of a step have a weight, or none has")
         used = scaler or self.default
-        loss = Loss(used.scale if used is not None else 1.0, weight is not None, used, looked_at=scaler is not None)
+        # Else an overflow of a loss without one could be of any of them.
+        self._ledger.has_scalers |= scaler is not None
+        looks = used is not None and self._ledger.has_scalers
+        loss = Loss(used.scale if used is not None else 1.0, weight is not None, used, looked_at=looks)
         for account in together:
             account._note(loss, weight)
         with self._ledger.backward(loss):
