@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from zeroshard.ranks.mesh import Mesh
 from zeroshard.ready import device_of, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.schedule import is_accumulated
 from zeroshard.storage.unit import build_units
 
 
@@ -42,6 +44,13 @@ class EngineOfParameters(Engine):
     def admits(self, parameter: nn.Parameter) -> bool:
         """Also a parameter that no handle owns."""
         return handle_of(parameter) is None or super().admits(parameter)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a hook makes this call, inside of a backward that adds to these gradients (which has no hook of this
+        engine). A callback at its end runs in no node of the graph."""
+        hooked = torch._C._current_autograd_node() is not None
+        return hooked and any(is_accumulated(p) for unit in self.units for p in unit.parameters)
 
     def expect_in_place(self) -> None:
         """As of `Engine`, with what to do where there is neither `shard` nor a handle."""

@@ -83,6 +83,7 @@ def test_hooks_in_backward_may_read_weights() -> None:
 REFUSED: dict[str, Call] = {
     "optimizer.step": lambda handle, optimizer: optimizer.step(),
     "zero_grad": lambda handle, optimizer: optimizer.zero_grad(),
+    "model.zero_grad": lambda handle, optimizer: handle.model.zero_grad(),
     "clip_grad_norm_": lambda handle, optimizer: optimizer.clip_grad_norm_(1.0),
     "clip_grad_value_": lambda handle, optimizer: optimizer.clip_grad_value_(1e-3),
     "park": lambda handle, optimizer: handle.park(),
@@ -101,6 +102,41 @@ def test_what_hooks_in_backward_may_not_call() -> None:
                     found, errors = trained_with_a_hook(rank, plan, where, call)
                     assert len(errors) == 1 and "inside of a backward" in errors[0]
                     expect_same_bits([expected, found])
+
+    run_ranks(check, 2, collective_timeout=60)
+
+
+@pytest.mark.parametrize("call", ["optimizer.step", "zero_grad", "clip_grad_norm_", "clip_grad_value_"])
+def test_what_hooks_in_the_backward_of_torch_ddp_may_not_call(call: str) -> None:
+    """The same under OPTIMIZER_ONLY: a step used what was in `p.grad`, in silence. A backward without these gradients
+    is no matter, nor is the end of one."""
+
+    def check(rank: int) -> None:
+        errors = []
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = zeroshard.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=1e-2)
+
+        def hook(*args: object) -> None:
+            try:
+                REFUSED[call](optimizer.handle, optimizer)
+            except zeroshard.Error as error:
+                errors.append(str(error))
+
+        removable = model[1].weight.register_post_accumulate_grad_hook(hook)
+        ddp(numbers(4, rank, 0)).square().sum().backward()
+        assert len(errors) == 1 and "inside of a backward" in errors[0]
+        removable.remove()
+        assert optimizer.step().applied
+        x = numbers(4, rank, 1).requires_grad_()
+        x.register_hook(hook)
+        torch.autograd.grad(model(x).sum(), x)
+        end = torch.autograd.Variable._execution_engine.queue_callback
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: end(hook))
+        optimizer.zero_grad()
+        model(numbers(4, 0, 2)).square().sum().backward()
+        assert len(errors) == 1
 
     run_ranks(check, 2, collective_timeout=60)
 

@@ -28,6 +28,7 @@ from tests.kit import Gated, largest_difference, loss_of_tokens, make, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
+from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.testing import expect_same_logs, run_ranks
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")
@@ -397,6 +398,28 @@ def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank
             run.optimizer.step()
             found.append(run.weights())
         assert same_bits(*found), (plan, way.__name__)
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_when_all_is_reduced_is_forgotten_with_the_gradients(rank: int) -> None:
+    """That rank dropped weights that the others kept for the next forward, and no forward worked any more."""
+    for plan in PLANS:
+        found = []
+        for fails in (False, True):
+            run = Run(rank, plan)
+            run.loss(0).backward()
+            run.optimizer.step()
+            if fails:
+                raised: Any = nullcontext() if rank else pytest.raises(ZeroDivisionError)
+                with pytest.MonkeyPatch.context() as patch, raised:
+                    if not rank:
+                        patch.setattr(VisibleGradients, "show", fail)
+                    run.loss(1).backward()
+                run.optimizer.zero_grad()
+            run.loss(2).backward()
+            run.optimizer.step()
+            found.append(run.weights())
+        assert same_bits(*found), plan
 
 
 @on_ranks(2)

@@ -32,6 +32,7 @@ from zeroshard.runtime.other_optimizers import expect_none_silent
 from zeroshard.runtime.parking import Parking
 from zeroshard.runtime.plain_model import PlainModel, names_by_id
 from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.schedule import refuse_inside_of_backward
 from zeroshard.storage.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.storage.pool import Pool
 from zeroshard.storage.unit import Unit
@@ -253,17 +254,19 @@ class Engine(NotCopied):
         self.life.expect_open(what)
         self.collectives.come()
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a hook of the user's makes this call, inside of a backward of this model."""
+        return self.hooks.schedule.is_in_backward
+
     def expect_no_backward(self, what: str) -> Self:
         """Returns the engine.
 
         Raises:
             RuntimeError: a hook calls this inside of a backward.
         """
-        if self.hooks.schedule.is_in_backward:
-            raise InvalidState(
-                f"{what} inside of a backward (in a hook of a gradient or of a module): the gradients of a part of the "
-                "model are on their way, and the rest has not been computed. Call it when loss.backward() has returned"
-            )
+        if self.is_in_backward:
+            refuse_inside_of_backward(what)
         return self
 
     def finish_background(self) -> None:

@@ -10,6 +10,7 @@
 | gradient hook on outputs              | the model                          | mark the start of backward              |
 | gradient hook                         | trainable parameters               | mark the start of backward              |
 | post-accumulate-grad hook, grad_dtype | trainable parameters               | move the gradient into its bucket       |
+| in place of `zero_grad`               | the model                          | raise inside of a backward              |
 
 Module hooks hold a strong reference to the schedule. Parameter hooks hold a weak one: a parameter that outlives the
 model must not keep it alive.
@@ -33,7 +34,7 @@ from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed
-from zeroshard.runtime.schedule import Schedule
+from zeroshard.runtime.schedule import Schedule, refuse_inside_of_backward
 from zeroshard.storage.unit import Unit
 
 
@@ -92,6 +93,8 @@ class Hooks(NotCopied):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]
         self.hook_parameters(self.schedule.reducer.order)
+        if "zero_grad" not in vars(model):
+            self.replace(model, "zero_grad", _zero_grad(self.schedule, model))
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
@@ -190,6 +193,23 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any,
         return None if found is output else found
 
     return hook
+
+
+def _zero_grad(schedule: Schedule, model: nn.Module) -> Callable[..., None]:
+    """In place of `model.zero_grad`, which finds no gradient in `p.grad` inside of a backward, and after one that has
+    raised."""
+    of_model = weakref.ref(model)
+
+    @functools.wraps(type(model).zero_grad)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        if schedule.is_in_backward:
+            refuse_inside_of_backward("model.zero_grad")
+        schedule.abandon_backward()
+        alive = of_model()
+        assert alive is not None, "it is called"
+        type(alive).zero_grad(alive, *args, **kwargs)
+
+    return zero_grad
 
 
 def _around(needs: Mapping[nn.Module, Needed], modules: Modules, path: str) -> Iterator[Needed]:

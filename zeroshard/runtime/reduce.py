@@ -122,12 +122,7 @@ class Reducer:
                 unit.grads.consume()
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
-        """Whether gradients wait for a step.
-
-        Args:
-            units: only look at these; None: all.
-            reduced: only count gradients that have been reduced.
-        """
+        """Whether gradients wait for a step. `units`: only of these. `reduced`: only those that have been reduced."""
         looked_at = self.grads if units is None else units
         states = [unit.grads.state for unit in looked_at]
         return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
@@ -279,8 +274,7 @@ class Reducer:
     @torch.no_grad()
     @phase("end of backward")
     def end_backward(self) -> None:
-        """Reduce the remaining units, with zeros for missing gradients; wait for all reductions; then show gradients in
-        `p.grad`."""
+        """Reduce the remaining units, with zeros for missing gradients, and wait for all reductions. `show` follows."""
         for index, unit in enumerate(self.order):
             if unit in self.local:
                 self._take_all(unit)
@@ -292,6 +286,9 @@ class Reducer:
         self.collectives.give_order("end")
         self._finish()
         self.single_uses.end()  # before `show`: torch checks the dtype of what is put into `p.grad`
+
+    def show(self) -> None:
+        """Show gradients in `p.grad`, at the end of a backward."""
         self.visible.show()
         self.origins.end_backward(self.version)
         if self.collectives.orders is not None:
@@ -307,6 +304,7 @@ class Reducer:
         """On a follower of a join: end the backward, without reducing further units."""
         self._cursor = len(self.order)
         self.end_backward()
+        self.show()
 
     @torch.no_grad()
     def abandon_backward(self) -> bool:

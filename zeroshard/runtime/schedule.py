@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,7 @@ class Schedule(NotCopied):
     def __init__(self) -> None:
         """Call `lead_to` before anything else."""
         self._backward: int | None = None  # id of autograd's graph task of the current backward
-        self.accumulates = False
-        self.num_modules = 0
+        self.accumulates, self.num_modules = False, 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
         self._to_come = ToCome()  # of the listed trails
@@ -173,8 +172,7 @@ class Schedule(NotCopied):
         self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
     ) -> set[Visit]:
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
-        hooked: set[Visit] = set()
-        trail, graph = self._trail, Graph()  # which the hooks keep alive
+        hooked, trail, graph = set[Visit](), self._trail, Graph()  # the hooks keep the graph alive
         for leaf, is_base in _with_bases(leaves):
             made = [v for v in visits if (entry.has_made(leaf) if (entry := entries[v.unit]) else not is_base)]
             if made:
@@ -278,7 +276,7 @@ class Schedule(NotCopied):
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
-        if not self.accumulates and _is_accumulated(parameter):
+        if not self.accumulates and is_accumulated(parameter):
             self.begin_backward(accumulates=True)
         self.reducer.single_uses.expect_one_graph(parameter)
 
@@ -302,7 +300,7 @@ class Schedule(NotCopied):
             if len(self._listed) > 1 and not any(unit.weights.scopes for unit in self.gatherer.units):
                 find_gone(self._listed, self.gatherer.collectives)
             if accumulates is None:
-                accumulates = any(_is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
+                accumulates = any(is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
                 if not accumulates:
                     self.gatherer.guard()
         if accumulates and not self.accumulates:
@@ -378,12 +376,24 @@ class Schedule(NotCopied):
             self._forget()
             if self.accumulates:
                 self.reducer.end_backward()
+            # Before `show`, which may raise on one rank alone: it, too, keeps these weights for the next forward.
+            self.gatherer.end_backward()
+            if self.accumulates:
+                self.reducer.show()
         except BaseException:
             self._backward = backward  # as one that has raised before its end: it is abandoned
             raise
         self.accumulates = False
-        self.gatherer.end_backward()
         self._show_what_is_read_again()
+
+
+def refuse_inside_of_backward(what: str) -> NoReturn:
+    """Raises:
+    RuntimeError: a hook makes a call inside of a backward."""
+    raise InvalidState(
+        f"{what} inside of a backward (in a hook of a gradient or of a module): the gradients of a part of the "
+        "model are on their way, and the rest has not been computed. Call it when loss.backward() has returned"
+    )
 
 
 def _with_bases(leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
@@ -408,7 +418,7 @@ def _forget_autocasts(device: torch.device) -> None:
         torch.clear_autocast_cache()
 
 
-def _is_accumulated(parameter: Tensor) -> bool:
+def is_accumulated(parameter: Tensor) -> bool:
     """Whether the current backward reaches the parameter and adds to its `grad`."""
     with as_tensors():
         if not parameter.requires_grad:
