@@ -21,8 +21,8 @@ class StepResult:
     Attributes:
         applied: False if the step was skipped, or there were no gradients: weights, state and step counts have not
             changed (after a skipped step, do not step the scheduler either).
-        grad_norm: p-norm of the mean gradient before clipping (p = 2, or that of `clip_grad_norm_`); NaN if it is not
-            finite.
+        grad_norm: p-norm of the mean gradient before clipping (p = 2, or that of `clip_grad_norm_`; of several clips,
+            before the last one); NaN if it is not finite.
         group_norms: the same per param group.
         loss_scale: the scale of the loss.
         loss: the closure's result; None without a closure.

@@ -89,6 +89,7 @@ SEQUENCES: dict[str, Sequence] = {
     "the smaller bound": lambda s: [s.value(0.01), s.value(1e9)],
     "norm, clamp": lambda s: [s.norm(0.1), s.each(lambda grad: grad.clamp_(-0.01, 0.01))],
     "norm, multiply": lambda s: [s.norm(0.1), s.each(lambda grad: grad.mul_(3.0)), s.norm(0.2)],
+    "norm, multiply the data": lambda s: [s.norm(0.1), s.each(lambda grad: grad.data.mul_(3.0)), s.norm(0.2)],
     "value, multiply": lambda s: [s.value(0.01), s.each(lambda grad: grad.mul_(2.0))],
     "norm, a look": lambda s: [s.norm(0.1), s.seen(), s.read()],
     "norm, another backward": lambda s: [s.norm(0.1), s.again()],

@@ -62,7 +62,6 @@ class Asked:
         verdict: what the device concludes, if the step goes ahead.
         is_ahead: whether the update has been queued before the answer.
         control: the answer, once it has come.
-        clipped_by: what clips have multiplied the gradients by since.
     """
 
     about: object
@@ -76,7 +75,6 @@ class Asked:
     verdict: Verdict | None = None
     is_ahead: bool = False
     control: Control | None = None
-    clipped_by: float = 1.0
 
 
 class Agreement:
@@ -210,14 +208,14 @@ class Agreement:
         assert self._asked is not None and self._asked.control is not None, "`answer` was called"
         control = self._asked.control
         norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
-        norm *= self.mean_factor(control) * self._asked.clipped_by
+        norm *= self.mean_factor(control)
         self.clipping.limit(norm)
         return norm
 
-    def note_clip(self, factor: float) -> None:
-        """The gradients have been multiplied."""
+    def ask_anew(self) -> None:
+        """The next `ask` begins an exchange, also if no gradient is known to have changed."""
         if self._asked is not None:
-            self._asked.clipped_by *= factor
+            self._asked.about = None
 
     @contextmanager
     def _told(self, norm_type: float) -> Iterator[None]:

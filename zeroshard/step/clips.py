@@ -52,6 +52,9 @@ class Clips:
             self.apply(agreement.mean_factor(agreement.answer()))
         elif is_second:
             self.apply()  # the norm is that of what is left, and under every plan it is rounded before the next factor
+        if clipping.asked is not None:
+            # A view of the bucket may have been written to through `p.grad.data`, whose version is its own.
+            agreement.ask_anew()
         clipping.asked, clipping.needs_host = (max_norm, norm_type), needs_host
         ask(norm_type)
         # Also on a rank that cannot go ahead: it takes part in the gathers of the others before it reads the answer,
@@ -138,7 +141,6 @@ class Clips:
                 Update(factor, bound).apply([part for part in parts if part.dtype == dtype])
         if clipping.value is not None:
             visible.changed()  # its norm must be found anew
-        self._agreement.note_clip(clipping.factor)
         clipping.factor, clipping.value, clipping.of = 1.0, None, None
 
 
