@@ -391,7 +391,7 @@ EVENTS = {
     "a gradient by hand on rank 0": Event(by_hand(False), ("gathers", "read", "read", "update")),
     "frozen before": Event(frozen_before, ("read", "update")),
     "frozen after the forward": Event(frozen_after_forward),
-    "clipped twice": Event(twice_clipped, ("gathers", "read", "update")),
+    "clipped twice": Event(twice_clipped, ("gathers", "read", "gathers", "read", "update")),
     "clipped, and discarded": Event(clipped_for_a_look),
     "clipped between two backwards": Event(clipped_between, ("gathers", "read", *AHEAD)),
     "another norm": Event(other_norm, ("gathers", "read", "update")),

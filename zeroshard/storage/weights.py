@@ -276,13 +276,14 @@ class Weights:
         are_here = buffer.rests_in_full and buffer.placement is REPLICATED and not buffer.is_arriving
         with as_tensors():
             found = [parameter.data_ptr() for parameter in self._parameters]
+        why = "its handle was abandoned (Lightning does so after an exception) while they were divided over the ranks"
         for index, parameter in enumerate(self._parameters):
             if parameter.numel() and found[index] != self._pointers[index]:
                 continue
             if are_here:
                 give(parameter, buffer.views()[index])
             else:
-                self.absent.lose(index, parameter, "its handle was abandoned while they were divided over the ranks")
+                self.absent.lose(index, parameter, why)
         self.shown, self._pointers = False, self.absent.pointers
         buffer.abandon()
 
