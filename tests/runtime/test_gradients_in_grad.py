@@ -401,6 +401,22 @@ def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank
 
 
 @on_ranks(2)
+def test_gradients_of_two_parameters_that_are_swapped(rank: int) -> None:
+    """In full each is copied. Elsewhere it is no tensor of values, and the step says what to write."""
+    for plan in PLANS:
+        run = Run(rank, plan)
+        run.loss(0).backward()
+        one, other = (run.model[index].bias for index in (0, 2))
+        one.grad, other.grad = other.grad, one.grad
+        if plan == "ddp":
+            assert run.optimizer.step().applied
+        else:
+            with pytest.raises(zeroshard.Error, match=r"has been a p.grad before \(.* or of another parameter\)"):
+                run.optimizer.step()
+            run.optimizer.zero_grad()
+
+
+@on_ranks(2)
 def test_an_error_on_one_rank_when_all_is_reduced_is_forgotten_with_the_gradients(rank: int) -> None:
     """That rank dropped weights that the others kept for the next forward, and no forward worked any more."""
     for plan in PLANS:
