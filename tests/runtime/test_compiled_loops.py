@@ -37,6 +37,7 @@ class Loop:
         return loss.detach()
 
     def clipped(self, x: Tensor) -> Tensor:
+        self.model.zero_grad()
         with self.handle.no_sync():
             (self.model(x).square().mean() / 2).backward()
         loss = self.model(x + 1).square().mean() / 2

@@ -621,8 +621,6 @@ def speaks_up(rank: int, plan: str) -> None:
         lambda: grad.add_(torch.ones(())),
         lambda: grad.apply_(lambda value: 0.5 * value),
         lambda: grad.map_(torch.ones(16, 6), lambda value, other: value * other),
-        lambda: grad.untyped_storage().fill_(0),
-        lambda: grad.storage().fill_(0.0),
         lambda: torch.optim.SGD(run.model.parameters(), lr=0.1).step(),
         lambda: torch.optim.Adam(run.model.parameters(), lr=0.1).step(),
     ]

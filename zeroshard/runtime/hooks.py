@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
-from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch
+from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch, outside_graphs
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
@@ -200,6 +200,7 @@ def _zero_grad(schedule: Schedule, model: nn.Module) -> Callable[..., None]:
     raised."""
     of_model = weakref.ref(model)
 
+    @outside_graphs
     @functools.wraps(type(model).zero_grad)
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         if schedule.is_in_backward:

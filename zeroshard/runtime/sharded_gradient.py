@@ -89,12 +89,6 @@ class ShardedGradient(Tensor):
     def map_(self, other: Tensor, function: Callable[..., Any]) -> Tensor:
         self._explain("map_")
 
-    def untyped_storage(self) -> NoReturn:
-        self._explain("untyped_storage")
-
-    def storage(self) -> NoReturn:
-        self._explain("storage")
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
 

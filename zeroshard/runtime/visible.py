@@ -197,8 +197,6 @@ class VisibleGradients:
                 for index, gradient in enumerate(unit.user_grads()):
                     if gradient is None or gradient is shown.get(index) or gradient in self._kept:
                         continue
-                    if isinstance(gradient, ShardedGradient):  # of another parameter: `notice` refuses it
-                        continue
                     if gradient.layout == torch.strided and gradient.untyped_storage().data_ptr() in buckets:
                         unit.parameters[index].grad = gradient.detach().clone()
 
