@@ -5,6 +5,9 @@
 - In place only at the own part of the full tensor: NCCL knows no other overlap, and checks none.
 - The same collectives in the same order on all ranks of a group: operation, dtype, size, root. NCCL compares nothing:
   values are wrong, or a kernel never ends.
+- All groups that span the same ranks have one order, too: each has a communicator of its own, and on the device an
+  operation of one may wait for one of another. (Gathers and reductions: [Note: one order on native backends] in
+  `zeroshard/runtime/reduce.py`.)
 - The first one of a kind waits for all ranks of the group: connections are made when they are first needed
   (NCCL_RUNTIME_CONNECT), and the host waits for that, even if the collective is asynchronous.
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,6 +34,9 @@ GATHERED |= {torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m
 SUMMED = GATHERED - {torch.float8_e4m3fn, torch.float8_e5m2, torch.bool}
 _CONNECTIONS = {"all_reduce": "tree", "all_to_all": "pairs"}
 """Operation -> what it connects; a ring serves all others."""
+_ISSUED = Counter[tuple[int, ...]]()
+"""Global ranks -> how many collectives this process has issued in groups that span these, since it has a default
+group."""
 PATIENCE = 60.0
 """Seconds after which ranks that have not met in a first collective are taken for a deadlock."""
 
@@ -41,12 +48,18 @@ class BrokenRule(RuntimeError):
 class Rules:
     """The rules of one group, on one rank.
 
+    Args:
+        ranks: the global ranks that it spans; none: it is the default group.
+
     Attributes:
         connected: the connections that exist.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> None:
+        if not ranks:
+            _ISSUED.clear()
         self.connected: set[str] = set()
+        self._ranks = tuple(sorted(ranks)) or tuple(range(size))
         self._store, self._rank, self._size = PrefixStore("rules", store), rank, size
         self._names = dist.ProcessGroupGloo(PrefixStore("names", store), rank, size, timeout)  # type: ignore[call-arg]
         self._number = 0
@@ -73,8 +86,10 @@ class Rules:
             raise BrokenRule("all_to_all: NCCL has none in place")
         self._connect(_CONNECTIONS.get(operation, "ring"))
         self._number += 1
+        _ISSUED[self._ranks] += 1
         size = 0 if operation == "all_to_all" else inputs[0].numel()
-        return f"{self._number}: {operation} of {size} {dtype}{'' if root is None else f', root {root}'}"
+        place = f"{self._number}, {_ISSUED[self._ranks]} of all groups"
+        return f"{place}: {operation} of {size} {dtype}{'' if root is None else f', root {root}'}"
 
     def _expect_own_part(self, operation: str, full: Tensor, part: Tensor) -> None:
         if full.numel() != part.numel() * self._size:

@@ -448,16 +448,18 @@ def _operation(opts: Any) -> Callable[[Sequence[Tensor]], Tensor]:
     raise NotImplementedError(str(operation))
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> TimedGroup:
+def _create(options: Any, _: Any) -> TimedGroup:
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
     timing, _, seed = os.environ.get("ZEROSHARD_TEST_BACKEND", "late").partition("-")
-    inner = dist.ProcessGroupGloo(dist.PrefixStore("data", store), rank, size, timeout)  # type: ignore[call-arg]
-    return TimedGroup(inner, rank, size, timing, int(seed or 0), Rules(store, rank, size, timeout))
+    inner = dist.ProcessGroupGloo(dist.PrefixStore("data", options.store), rank, size, timeout)  # type: ignore[call-arg]
+    rules = Rules(options.store, rank, size, timeout, options.global_ranks_in_group)
+    return TimedGroup(inner, rank, size, timing, int(seed or 0), rules)
 
 
 def register() -> None:
     """Once in a process, before ranks are forked."""
     if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, _create, devices=list({"cpu", DEVICE.type}))
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list({"cpu", DEVICE.type}))
 
 
 @contextmanager

@@ -57,6 +57,15 @@ def differs_in_order(rank: int) -> None:
         dist.broadcast(values, root)
 
 
+def differs_in_order_of_groups(rank: int) -> None:
+    groups = [None, dist.new_group([0, 1])]
+    for group in groups:
+        dist.all_reduce(torch.zeros(4), group=group)  # both are connected
+    order = groups if rank == 0 else groups[::-1]
+    for work in [dist.all_reduce(torch.zeros(4), group=group, async_op=True) for group in order]:
+        work.wait()
+
+
 BROKEN: dict[Callable[[int], None], str] = {
     gathers_at_another_part: "all_gather: in place, but not at the own part",
     reduces_to_another_part: "reduce_scatter: in place, but not at the own part",
@@ -64,8 +73,9 @@ BROKEN: dict[Callable[[int], None], str] = {
     sums_16_bit_integers: "all_reduce: NCCL does not take torch.int16",
     sums_8_bit_floats: "all_reduce: NCCL does not take torch.float8_e4m3fn",
     takes_columns: "broadcast: tensors must be contiguous",
-    differs_in_dtype: "in different collectives: here 1: all_reduce of 4 torch",
-    differs_in_order: "in different collectives: here 1: broadcast of 4 torch.float32, root",
+    differs_in_dtype: "in different collectives: here 1, 1 of all groups: all_reduce of 4 torch",
+    differs_in_order: "in different collectives: here 1, 1 of all groups: broadcast of 4 torch.float32, root",
+    differs_in_order_of_groups: "in different collectives: here 2, [34] of all groups: all_reduce of 4 torch",
 }
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests import nccl_rules
 from tests.kit import make
+from tests.runtime.test_living_forwards import LOOPS, Layer, Net
 from tests.timed_backend import timed_ranks
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.testing import run_ranks
@@ -86,9 +89,48 @@ def test_gathers_and_reductions_have_one_order(build: Callable[[], nn.Sequential
     assert first == second
 
 
-def test_at_the_last_gradient_they_would_have_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_living_forwards(rank: int, units: Any) -> list[list[tuple[str, str]]]:
+    """Several forwards before their backwards, of which each rank uses other parts."""
+    loops = []
+    for loop in LOOPS:
+        torch.manual_seed(0)
+        handle = zeroshard.shard(model := Net(1 + (units is Layer)), "zero3", units=units)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1e-3)
+        handle.comm_log.clear()
+        loop(model, rank)
+        optimizer.zero_grad()
+        loops.append([(event.op, event.unit) for event in handle.comm_log.entries])
+    return loops
+
+
+UNITS = [60, nn.Linear, Layer, (Layer, nn.Linear)]
+
+
+@pytest.mark.parametrize("units", UNITS, ids=["by size", "layers", "around layers", "both"])
+def test_also_of_several_forwards(units: Any) -> None:
+    """Where backward came to a unit, a rank also reduced the next one, if it had all its gradients by then."""
+    first, second = run_ranks(of_living_forwards, 2, units)
+    assert first == second
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rule stops ranks that issue in two orders."""
+    monkeypatch.setattr(nccl_rules.Told, "compare", lambda self: None)
+
+
+def test_at_the_last_gradient_they_would_have_two(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(Reducer, "_waits_for_visit", lambda self: False)
     first, second = run_ranks(issued, 2, flat)
     assert first != second
     assert [sorted(step) for step in first] == [sorted(step) for step in second]
+
+
+def test_with_all_that_is_complete_they_would_have_two(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    advance = Reducer._advance
+    monkeypatch.setattr(Reducer, "_advance", lambda self, among=None: advance(self))
+    first, second = run_ranks(of_living_forwards, 2, nn.Linear)
+    assert first != second
+    assert [sorted(loop) for loop in first] == [sorted(loop) for loop in second]

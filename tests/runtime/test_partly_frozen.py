@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.grids import EVERYTHING, at, grid
 from tests.kit import PLANS, State, plans_of, same_bits, travelling
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.messages import Messages
@@ -483,6 +484,37 @@ def at_random(rank: int, plan: Plan, seed: int) -> State:
                 state[name], value, msg=lambda text, name=name: f"seed {seed}, {plan}: {name} {text}"
             )
     return state
+
+
+def without_a_block(rank: int, plan: Plan) -> State:
+    """A block with frozen weights is two units. Rank 1 does not use what one of the blocks returns."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Part() for _ in range(4))
+    for part in model:
+        part.up.requires_grad_(False)
+    handle = zeroshard.shard(model, plan, units=Part)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank + 10 * step))
+        for number, part in enumerate(model):
+            y = part(x)
+            x = x if rank == 1 and number == 1 + step else y
+        x.square().mean().backward()
+        optimizer.step(), optimizer.zero_grad()
+    return handle.full_state_dict()
+
+
+def test_a_rank_may_leave_out_what_two_units_return() -> None:
+    """Backward comes to both at once on ranks that use it, and came to one after the other, in reverse, on the other:
+    ranks gathered in two orders."""
+
+    def check(rank: int) -> None:
+        expected = without_a_block(rank, zeroshard.DDP)
+        for way in ("shared", "pairwise", "native"):
+            with travelling(way):
+                assert same_bits(without_a_block(rank, zeroshard.ZERO3), expected), way
+
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 @pytest.mark.parametrize("seeds", [range(3 if EVERYTHING else 2)])

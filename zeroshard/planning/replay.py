@@ -67,11 +67,12 @@ class _Needed:
 
 @dataclass(eq=False)
 class _Visit:
-    """A forward of a unit that backward will come back to. `around`: the units of the calls around it; `number`: its
-    place among the visits to come, if it is one."""
+    """A forward of a unit that backward will come back to. `around`: the units of the calls around it; `call`: the one
+    that it is a part of; `number`: its place among the visits to come, if it is one."""
 
     unit: _Unit
     around: Sequence[_Unit]
+    call: int
     number: int = -1
 
 
@@ -269,7 +270,8 @@ class Replay:
             for one in free:
                 self._without_graph.setdefault(one, []).append((len(self._visits), {*around, *self._at}))
             return
-        visits = [_Visit(one, tuple(dict.fromkeys(each for each in around if each.is_gathered))) for one in free]
+        gathered = tuple(dict.fromkeys(each for each in around if each.is_gathered))
+        visits = [_Visit(one, gathered, event.call) for one in free]
         if event.task == -1:
             for one in free:
                 self._without_graph.pop(one, None)
@@ -308,8 +310,11 @@ class Replay:
 
     def _visit_from(self, first: int, task: int = 0) -> None:
         while len(self._visits) > first:
-            visit = self._visits.pop()
-            self._come_to([visit.unit], visit.around, task)
+            begin = len(self._visits) - 1
+            while begin > first and self._visits[begin - 1].call == self._visits[-1].call:
+                begin -= 1
+            visits, self._visits[begin:] = self._visits[begin:], []
+            self._come_to([visit.unit for visit in visits], visits[0].around, task)
 
     def _come_to(self, units: Sequence[_Unit], around: Sequence[_Unit], task: int) -> None:
         self._buffers.gather_for_backward([*around, *units])

@@ -171,11 +171,14 @@ class Visit:
         around: units of the calls around it. Backward comes to them first, by their own outputs. Not so a second one
             through the same graph that begins at an output of this unit, so they are shown again with it.
         trail: that it is in; None for a forward in a scope.
+        call: the call of a module that the forward is a part of, with those of its other units. Backward comes to all
+            of them at once, by the outputs of the call.
     """
 
     unit: Unit
     around: Sequence[Unit]
     trail: Trail | None
+    call: object
 
     @property
     def may_come(self) -> bool:
@@ -229,11 +232,13 @@ class ToCome:
     Attributes:
         visits: in the order of the forwards.
         without_graph: forwards without grad; the last `MOST_VISITS` of each unit.
+        left: trained units that this backward is done with.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
         self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
+        self.left: set[Unit] = set()
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
         self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))
@@ -248,6 +253,22 @@ class ToCome:
         if behind is None:
             return 0
         return self.visits.index(behind) + 1 if behind in self.visits else len(self.visits)
+
+    def take(self, first: int) -> list[Visit]:
+        """Remove the visits of the last call, from number `first` on, and return them in order."""
+        visits, begin = self.visits, len(self.visits) - 1
+        while begin > first and visits[begin - 1].call is visits[-1].call:
+            begin -= 1
+        of_call, visits[begin:] = visits[begin:], []
+        return of_call
+
+    def end_backward(self) -> None:
+        self.without_graph.clear()
+        self.left.clear()
+
+    def has_any(self) -> bool:
+        """Whether backward will come to any unit."""
+        return bool(self.visits) or any(self.without_graph.values())
 
     def has_gathers(self) -> bool:
         """Whether backward will come to a unit whose gather has not begun."""

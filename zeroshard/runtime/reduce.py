@@ -9,13 +9,14 @@ the end of backward contribute zeros. So the sequence of collectives never depen
 [Note: one order on native backends]
 A rank without a gradient for a unit can reduce it no earlier than backward comes to the next unit, behind the gather of
 that. Gathers and reductions have communicators of their own, and NCCL wants operations of several communicators in one
-order on all ranks: else they may wait for each other on the device. So there every rank reduces a unit in that place.
-Backward comes to it as soon as it is done with the unit.
+order on all ranks: else they may wait for each other on the device. So there every rank reduces a unit in that place,
+and no other unit that has all its gradients already, as a peer may have some to come. Backward comes to that place as
+soon as it is done with the unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -240,7 +241,7 @@ class Reducer:
 
     def _waits_for_visit(self) -> bool:
         """Whether a ready unit is reduced later: see [Note: one order on native backends]."""
-        return not self.collectives.transport.announces and bool(self.to_come.visits)
+        return not self.collectives.transport.announces and self.to_come.has_any()
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""
@@ -268,7 +269,8 @@ class Reducer:
         if not at_end and any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
             return False
         grads.ready.update(range(len(unit.parameters)))
-        self._advance()
+        self.to_come.left.add(unit)
+        self._advance(None if self.collectives.transport.announces else self.to_come.left)
         return True
 
     @torch.no_grad()
@@ -296,9 +298,8 @@ class Reducer:
 
     def open_empty(self, unit: Unit) -> None:
         """On a follower of a join: open the bucket of a unit for which this rank has no new gradients."""
-        grads = self.grads[unit]
-        if grads.state is not GradState.PARTIAL:
-            self._open(unit, grads)
+        if self.grads[unit].state is not GradState.PARTIAL:
+            self._open(unit, self.grads[unit])
 
     def end_following(self) -> None:
         """On a follower of a join: end the backward, without reducing further units."""
@@ -334,14 +335,14 @@ class Reducer:
         """At the beginning of a step: move reduced gradients into idle buckets (`Pool.lodge`)."""
         self._pool.lodge(grads.buffer for grads in self.grads.values() if grads.may_move)
 
-    def _advance(self) -> None:
-        # In `order`, up to the first unit that is not ready: every rank must issue reductions in the same order, so a
-        # later unit that is ready earlier on this rank must wait.
+    def _advance(self, among: Collection[Unit] | None = None) -> None:
+        """Reduce units in `order`, up to the first that is not ready or not `among` these: every rank must issue
+        reductions in the same order, so a later unit that is ready earlier on this rank must wait."""
         while self._cursor < len(self.order):
             unit = self.order[self._cursor]
             if unit not in self.local:
-                grads = self.grads[unit]
-                if not grads.summed <= grads.ready or self.to_come.has(unit) or not self._may_start(unit):
+                is_ready = self.grads[unit].summed <= self.grads[unit].ready and (among is None or unit in among)
+                if not is_ready or self.to_come.has(unit) or not self._may_start(unit):
                     return
                 self.reduce(unit)
             self._cursor += 1

@@ -154,12 +154,13 @@ class Schedule(NotCopied):
         if not in_backward():
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
-        around = self.running.around()
-        visits = [Visit(unit, around, self._trail) for unit in free]  # also if it raised: perhaps on this rank alone
+        around, call = self.running.around(), object()
+        # Also if it raised: perhaps on this rank alone.
+        visits = [Visit(unit, around, self._trail, call) for unit in free]
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
-        visits = [*visits, *(Visit(unit, around, None) for unit in in_scope)]
+        visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
         leaves = [*differentiable(output), *left_beside(inputs, needed.reached)]
         hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
@@ -246,10 +247,10 @@ class Schedule(NotCopied):
                 unit.weights.show()
 
     def _visit_from(self, first: int) -> None:
-        """Visit the units of the visits from number `first` on, the last one first."""
+        """Visit the units of the visits from number `first` on, the last call first."""
         while len(self._to_come.visits) > first:
-            visit = self._to_come.visits.pop()
-            self._come_to([visit.unit], visit.around)
+            visits = self._to_come.take(first)
+            self._come_to([visit.unit for visit in visits], visits[0].around)
 
     def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
         """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
@@ -350,7 +351,7 @@ class Schedule(NotCopied):
     def _forget(self) -> None:
         """Drop the records of forwards and of this backward."""
         self._begin_anew()
-        self._to_come.without_graph.clear()
+        self._to_come.end_backward()
         self._recomputed, self._trains = None, False
         self._at.clear()
 
