@@ -35,8 +35,8 @@ SUMMED = GATHERED - {torch.float8_e4m3fn, torch.float8_e5m2, torch.bool}
 _CONNECTIONS = {"all_reduce": "tree", "all_to_all": "pairs"}
 """Operation -> what it connects; a ring serves all others."""
 _ISSUED = Counter[tuple[int, ...]]()
-"""Global ranks -> how many collectives this process has issued in groups that span these, since it has a default
-group."""
+"""Global ranks -> how many collectives this process has issued in groups that span these, since the last one was made:
+these ranks may have failed before, at different places."""
 PATIENCE = 60.0
 """Seconds after which ranks that have not met in a first collective are taken for a deadlock."""
 
@@ -56,10 +56,9 @@ class Rules:
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int]) -> None:
-        if not ranks:
-            _ISSUED.clear()
         self.connected: set[str] = set()
         self._ranks = tuple(sorted(ranks)) or tuple(range(size))
+        _ISSUED[self._ranks] = 0
         self._store, self._rank, self._size = PrefixStore("rules", store), rank, size
         self._names = dist.ProcessGroupGloo(PrefixStore("names", store), rank, size, timeout)  # type: ignore[call-arg]
         self._number = 0
