@@ -12,6 +12,11 @@ that. Gathers and reductions have communicators of their own, and NCCL wants ope
 order on all ranks: else they may wait for each other on the device. So there every rank reduces a unit in that place,
 and no other unit that has all its gradients already, as a peer may have some to come. Backward comes to that place as
 soon as it is done with the unit.
+
+[Note: buckets are opened on all ranks]
+A gradient needs a bucket. Where ranks read each other's memory, that may have to wait until the peers have read what is
+in it, and they read when they need a bucket themselves. So a rank without a gradient of a unit opens its bucket, too,
+before it goes on: else it would wait for the next gather of a peer that waits for it.
 """
 
 from __future__ import annotations
@@ -124,8 +129,7 @@ class Reducer:
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
         """Whether gradients wait for a step. `units`: only of these. `reduced`: only those that have been reduced."""
-        looked_at = self.grads if units is None else units
-        states = [unit.grads.state for unit in looked_at]
+        states = [unit.grads.state for unit in (self.grads if units is None else units)]
         return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
 
     @property
@@ -248,8 +252,7 @@ class Reducer:
         parameter = unit.parameters[index]
         if (grad := parameter.grad) is None:
             return
-        # Set `p.grad` to None at once: autograd would add the next gradient to it, and the bucket would count this one
-        # twice.
+        # At once: autograd would add the next gradient to it, and the bucket would count this one twice.
         parameter.grad = None
         if grad.requires_grad:  # create_graph
             grad, self.visible.had_graphs = grad.detach(), True
@@ -264,13 +267,15 @@ class Reducer:
         effect, if the graph still has a gradient for one of them (`at_end`: the graph has been run completely)."""
         if unit in self.local or self._position_of.get(unit, -1) < self._cursor:
             return True
-        grads = self.grads[unit]
-        missing = [p for i, p in enumerate(unit.parameters) if i not in grads.ready and p.requires_grad]
+        ready = self.grads[unit].ready
+        missing = [p for i, p in enumerate(unit.parameters) if i not in ready and p.requires_grad]
         if not at_end and any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
             return False
-        grads.ready.update(range(len(unit.parameters)))
+        ready.update(range(len(unit.parameters)))
         self.to_come.left.add(unit)
         self._advance(None if self.collectives.transport.announces else self.to_come.left)
+        if self._position_of[unit] >= self._cursor:
+            self.open_empty(unit)  # see [Note: buckets are opened on all ranks]
         return True
 
     @torch.no_grad()
@@ -297,7 +302,7 @@ class Reducer:
             self.collectives.orders.version = self.visible.version
 
     def open_empty(self, unit: Unit) -> None:
-        """On a follower of a join: open the bucket of a unit for which this rank has no new gradients."""
+        """Open the bucket of a unit, also if this rank has no new gradients for it."""
         if self.grads[unit].state is not GradState.PARTIAL:
             self._open(unit, self.grads[unit])
 
@@ -377,8 +382,7 @@ class Reducer:
         """Start to reduce the unit, with zeros for missing gradients."""
         grads = self.grads[unit]
         self._take_all(unit)
-        if grads.state is not GradState.PARTIAL:
-            self._open(unit, grads)
+        self.open_empty(unit)
         look = self._origin_of(unit)
         # Before `start`, which may wait for an earlier reduction: a follower of a join must have the order by then.
         self.collectives.give_order("reduce", unit.name)
