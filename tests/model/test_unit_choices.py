@@ -5,7 +5,7 @@ FSDP2 has both: `fully_shard([norm, head])`, `reshard_after_forward=False`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, UserList
 from functools import partial
 from typing import Any
 
@@ -120,6 +120,23 @@ def test_groups_that_lie_around_each_other_take_what_is_planned(rank: int, way: 
         sent = Counter(event[:2] for event in handle.comm_log.entries if event.phase != "unshard")
         assert sent == counted(events), (plan, units)
         del optimizer
+
+
+@pytest.mark.by_cpu
+@on_ranks(1)
+def test_units_in_a_sequence_that_is_no_list(rank: int) -> None:
+    """Configurations come in lists of other classes (omegaconf, ml_collections). `shard` refused them, and the message
+    showed what looked like a list of names."""
+    for given, equal in (
+        (["Block"], [Block]),
+        (["Block", UserList(["norm", "head"])], [Block, ("norm", "head")]),
+        ([Block, UserList(["norm", "head"])], [Block, ("norm", "head")]),
+    ):
+        names = [
+            [unit.name for unit in zeroshard.shard(make(THREE), "zero3", units=units).engine.units]
+            for units in (UserList(given), equal)
+        ]
+        assert names[0] == names[1] and len(names[0]) > 2, names
 
 
 def test_bad_groups() -> None:

@@ -401,16 +401,18 @@ def _classes_in(modules: Modules) -> list[str]:
 
 
 def with_classes(policy: UnitPolicy, modules: Modules) -> UnitPolicy:
-    """The policy with classes in place of class names. A name may be that of a class in the model or of one of its base
-    classes, may have its Python module in front, and may be a list separated by commas.
+    """The policy with classes in place of class names, and lists in place of other sequences. A name may be that of a
+    class in the model or of one of its base classes, may have its Python module in front, and may be a list separated
+    by commas.
 
     Raises:
         ValueError: there is no class of that name; the message suggests the nearest one.
     """
     if isinstance(policy, str):
         return _classes_named(policy, modules)
-    if isinstance(policy, (list, tuple)) and any(isinstance(item, str) for item in policy):
-        named = [_classes_named(item, modules) if isinstance(item, str) else [item] for item in policy]
+    if isinstance(policy, Sequence):  # of any class: a ListConfig of omegaconf is no list
+        lists = [list(item) if isinstance(item, Sequence) and not isinstance(item, str) else item for item in policy]
+        named = [_classes_named(item, modules) if isinstance(item, str) else [item] for item in lists]
         return [item for items in named for item in items]
     return policy
 
