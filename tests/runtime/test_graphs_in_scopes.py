@@ -6,6 +6,8 @@ are sharded again: all gradients were NaN, and with `non_finite="skip"` no step 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,27 @@ def test_backward_may_run_after_the_scope(rank: int) -> None:
             loss.backward()
         assert same_bits(gradients(model, handle), expected)
         assert optimizer.step().applied
+
+
+@on_ranks(2)
+def test_a_graph_without_a_backward_goes_with_its_loss(rank: int) -> None:
+    """A node that saves its own result, as those of `exp` and of a norm do, held that result, and so itself: an
+    evaluation with gradients stayed in memory, and the weights that it had used. `p.data = F.normalize(p)`, as
+    embeddings of graphs are kept on the sphere, raised then that something shares the memory of the old data."""
+    for plan in (zeroshard.ZERO3, plans_of(0)[-1]):
+        model, handle, _ = start(plan)
+        kept = []
+        with handle.unsharded():
+            for power in (model.embed.weight.exp(), model.embed.weight.exp() * torch.zeros(1, requires_grad=True)):
+                (torch.softmax(power, 1) + power.norm(dim=1, keepdim=True)).sum()
+                kept.append(weakref.ref(power))
+            del power
+        gc.collect()
+        assert [one() for one in kept] == [None, None]
+        with handle.unsharded(write=True):
+            expected = nn.functional.normalize(model.embed.weight).detach()
+            model.embed.weight.data = nn.functional.normalize(model.embed.weight)
+        assert torch.equal(handle.full_state_dict()["embed.weight"], expected)
 
 
 @on_ranks(2)

@@ -85,7 +85,10 @@ class _Keeper:
         if self._around is not None:
             pack, unpack = self._around
             return partial(unpack, pack(tensor))
-        return partial(_as_it_is, tensor, tensor._version)
+        # Without its graph, which autograd adds again: a node that saves its own result would otherwise own itself, and
+        # a graph that no backward frees (an evaluation with gradients) would stay in memory, with the weights it uses.
+        kept = tensor if tensor.grad_fn is None else tensor.detach()
+        return partial(_as_it_is, kept, kept._version)
 
     def _detached(self, tensor: Tensor) -> tuple[Unit, int] | None:
         """The unit and slot of the parameter whose memory this is (`p.detach()`, of which autograd knows no base)."""
