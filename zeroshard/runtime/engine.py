@@ -175,12 +175,7 @@ class Engine(NotCopied):
     # Gradients and what is frozen ----------------------------------------------------------------------------------
 
     def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
-        """Whether gradients are waiting for a step.
-
-        Args:
-            units: only look at these units; None: all.
-            reduced: only count gradients that have been reduced.
-        """
+        """Whether gradients are waiting for a step. `units`, `reduced`: see `Reducer.has_gradients`."""
         self.reducer.notice()  # the user may have set `p.grad = None` in the meantime
         return self.reducer.has_gradients(units, reduced=reduced)
 

@@ -155,8 +155,7 @@ class Schedule(NotCopied):
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around, call = self.running.around(), object()
-        # Also if it raised: perhaps on this rank alone.
-        visits = [Visit(unit, around, self._trail, call) for unit in free]
+        visits = [Visit(unit, around, self._trail, call) for unit in free]  # also if it raised: perhaps here alone
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
