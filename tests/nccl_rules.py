@@ -6,7 +6,7 @@
 - The same collectives in the same order on all ranks of a group: operation, dtype, size, root. NCCL compares nothing:
   values are wrong, or a kernel never ends.
 - All groups that span the same ranks have one order, too: each has a communicator of its own, and on the device an
-  operation of one may wait for one of another. (Gathers and reductions: [Note: one order on native backends] in
+  operation of one may wait for one of another. (Gathers and reductions: [Note: one order] in
   `zeroshard/runtime/reduce.py`.)
 - The first one of a kind waits for all ranks of the group: connections are made when they are first needed
   (NCCL_RUNTIME_CONNECT), and the host waits for that, even if the collective is asynchronous.

@@ -6,12 +6,12 @@
 A unit is *ready* when all its trainable parameters have a gradient in this backward. Parameters without a gradient at
 the end of backward contribute zeros. So the sequence of collectives never depends on the graph of one rank.
 
-[Note: one order on native backends]
+[Note: one order]
 A rank without a gradient for a unit can reduce it no earlier than backward comes to the next unit, behind the gather of
-that. Gathers and reductions have communicators of their own, and NCCL wants operations of several communicators in one
-order on all ranks: else they may wait for each other on the device. So there every rank reduces a unit in that place,
-and no other unit that has all its gradients already, as a peer may have some to come. Backward comes to that place as
-soon as it is done with the unit.
+that. So every rank reduces a unit in that place, and no other unit that has all its gradients already, as a peer may
+have some to come. Backward comes to that place as soon as it is done with the unit. Else ranks wait for each other:
+NCCL wants the operations of several communicators (gathers and reductions have one each) in one order on all ranks, and
+in shared memory a rank that needs scratch for its reductions waits for peers that wait for its gather.
 
 [Note: buckets are opened on all ranks]
 A gradient needs a bucket. Where ranks read each other's memory, that may have to wait until the peers have read what is
@@ -244,8 +244,8 @@ class Reducer:
                 self._advance()
 
     def _waits_for_visit(self) -> bool:
-        """Whether a ready unit is reduced later: see [Note: one order on native backends]."""
-        return not self.collectives.transport.announces and self.to_come.has_any()
+        """Whether a ready unit is reduced later: see [Note: one order]."""
+        return self.to_come.has_any()
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""
@@ -273,7 +273,7 @@ class Reducer:
             return False
         ready.update(range(len(unit.parameters)))
         self.to_come.left.add(unit)
-        self._advance(None if self.collectives.transport.announces else self.to_come.left)
+        self._advance(self.to_come.left)
         if self._position_of[unit] >= self._cursor:
             self.open_empty(unit)  # see [Note: buckets are opened on all ranks]
         return True
