@@ -26,7 +26,7 @@ from zeroshard.comm.pending import Pending
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.planning.fabric import simulated_fabric
 from zeroshard.planning.wire import Network, ProcessorClock, SideOfFabric
-from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.calls import ToCome
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -139,7 +139,7 @@ def test_ranks_gather_weights_and_means_in_different_orders(monkeypatch: pytest.
     """The control: if means count as gathers of weights, and units are reduced at their last gradients and not in one
     order with gathers, the next step finds the difference."""
     record = CommLog.record
-    monkeypatch.setattr(Reducer, "_waits_for_visit", lambda self: False)
+    monkeypatch.setattr(ToCome, "has_any", lambda self: False)
     monkeypatch.setattr(CommLog, "record", lambda self, *a, kind="", **k: record(self, *a, **k))
     monkeypatch.setattr(Collectives, "_try_to_share", lambda self: None)
 

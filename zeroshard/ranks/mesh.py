@@ -74,8 +74,7 @@ class Mesh:
     """`shard` x `replicate`, and `world`: all ranks of both.
 
     `reduce` has the ranks of `shard`. On NCCL it is a separate communicator: gathers and reductions go on beside each
-    other. All ranks issue both in one order there. Over gloo the two may interleave differently: a rank on which a
-    parameter is unused reduces that unit later. `device`: of the tensors that the groups communicate. `made`: the
+    other. All ranks issue both in one order. `device`: of the tensors that the groups communicate. `made`: the
     groups that were made for this mesh.
     """
 

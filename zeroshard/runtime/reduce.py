@@ -238,14 +238,10 @@ class Reducer:
             self._take(unit, index, grads)
         grads.ready.add(index)
         self._reductions.finish_early()
-        if is_reduced and grads.summed <= grads.ready and not self._waits_for_visit():
+        if is_reduced and grads.summed <= grads.ready and not self.to_come.has_any():  # see [Note: one order]
             self._complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
-
-    def _waits_for_visit(self) -> bool:
-        """Whether a ready unit is reduced later: see [Note: one order]."""
-        return self.to_come.has_any()
 
     def _take(self, unit: Unit, index: int, grads: Gradients) -> None:
         """Move `p.grad` into the bucket."""

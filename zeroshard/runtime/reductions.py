@@ -9,8 +9,8 @@ backward, each exchange beside the computation of another unit (docs/design.md, 
 [Note: the order of reductions]
 Ranks may complete units at different times, and wait for buckets at different times. But each exchange of a reduction
 starts at a place that is given by the number of the reduction: in `start`, and in `end`. So the groups of the
-reductions have the same order of exchanges on all ranks, and how they interleave with gathers of weights does not
-matter: those have another group, or are told apart by their messages.
+reductions have the same order of exchanges on all ranks. Gathers of weights have another group, or are told apart by
+their messages. (Their place among the reductions: [Note: one order] in `reduce.py`.)
 """
 
 from __future__ import annotations
