@@ -78,7 +78,9 @@ def _module() -> ModuleType:
     module.set_device = lambda device: None  # type: ignore[attr-defined]
     module.get_device_properties = lambda device: SimpleNamespace(uuid=os.getpid())  # type: ignore[attr-defined]
     module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
-    module.get_rng_state, module.set_rng_state = torch.get_rng_state, torch.set_rng_state  # type: ignore[attr-defined]
+    # As those of `torch.cuda`, with the device as an option. There is one generator, the host's.
+    module.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[attr-defined]
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[attr-defined]
     module.device = torch.device  # type: ignore[attr-defined]
     module.is_initialized = lambda: True  # type: ignore[attr-defined]
     module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]

@@ -137,7 +137,7 @@ def test_a_mesh_of_some_ranks_may_name_them_in_any_order() -> None:
     """The group of all its ranks was made in the mesh's order, which needs torch's `sort_ranks`."""
 
     def run(rank: int) -> tuple[int, ...] | None:
-        mesh = DeviceMesh("cpu", torch.tensor([[2, 0]]), mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh("cpu", [[2, 0]], mesh_dim_names=("replicate", "shard"))
         return Mesh.of(mesh).world.ranks if rank != 1 else None
 
     assert run_ranks(run, 3) == [(0, 2), None, (0, 2)]

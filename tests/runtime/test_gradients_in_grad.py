@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import Gated, largest_difference, loss_of_tokens, make, same_bits, with_plans
+from tests.kit import DEVICE, Gated, largest_difference, loss_of_tokens, make, same_bits, with_plans
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
@@ -758,7 +758,7 @@ def pipeline(rank: int, plan: str) -> Any:
 
     stages = [dist.new_group([rank], timeout=None, use_local_synchronization=True) for _ in range(1)]
     run = Run(rank, plan)
-    stage = PipelineStage(run.model, 0, 1, torch.device("cpu"), group=stages[0])
+    stage = PipelineStage(run.model, 0, 1, DEVICE, group=stages[0])
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda output, target: output.square().mean())
     x = torch.cat([batch(rank, step) for step in range(4)])
     schedule.step(x, target=torch.zeros(16, 3))
