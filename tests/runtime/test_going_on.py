@@ -261,11 +261,11 @@ def test_exposed_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     alone(check)
 
 
-def early_sums(rank: int, plan: str, tells: bool) -> list[int]:
+def early_sums(rank: int, plan: str, reads: bool) -> list[int]:
     """How many reductions are in flight at the last gradient of each unit, if all ranks have started the one before.
 
     Args:
-        tells: False: no reduction ever says that its peers are ready.
+        reads: False: no rank looks at a gradient, or before it waits for a gather, what its peers are ready for.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(5)))
@@ -278,8 +278,9 @@ def early_sums(rank: int, plan: str, tells: bool) -> list[int]:
         for parameter in layer.parameters():
             parameter.register_hook(lambda grad, seen=seen: next(seen)())
     with pytest.MonkeyPatch.context() as patch:
-        if not tells:
-            patch.setattr(Pending, "has_arrived", False)
+        if not reads:
+            patch.setattr(Reductions, "finish_early", lambda self: None)
+            patch.setattr(handle.engine.gatherer, "before_wait", lambda: None)
         optimizer.backward(model(torch.ones(2, 24) + rank).square().mean())
     optimizer.step()
     return found

@@ -7,6 +7,7 @@ it at the end, while its peers waited for that before the next gather: all waite
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from itertools import permutations, product
 from typing import Any
@@ -124,6 +125,19 @@ def test_every_order_of_backwards_trains_as_with_whole_weights() -> None:
         run_ranks(check, ranks, ranks, collective_timeout=HANG)
 
 
+class Meet(torch.autograd.Function):
+    """Backward runs a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        torch.distributed.all_reduce(torch.zeros(1))
+        return grad
+
+
 class Ahead(nn.Module):
     """`last` runs behind the modules inside, and is reduced behind them, as it is registered before. Rank 1 leaves out
     what it returns."""
@@ -131,36 +145,85 @@ class Ahead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last, self.inside = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.leaves_out = False
+        self.leaves_out = self.meets = False
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.inside:
-            x = x + part(x).tanh()
-        y = x + self.last(x).tanh()
+            x = x + part(Meet.apply(x) if self.meets else x).tanh()
+        z = self.last(x)
+        if self.meets and torch.distributed.get_rank() == 0:
+            z.register_hook(lambda grad: time.sleep(0.05))
+        y = x + z.tanh()
         return x if self.leaves_out else y
 
 
-def with_modules_ahead(rank: int, plan: str) -> list[Tensor]:
+def with_modules_ahead(rank: int, plan: str, *, meets: bool = False) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(Ahead(), Ahead(), nn.Linear(4, 4), nn.Linear(4, 4))
     handle = zeroshard.shard(model, plan, units=nn.Linear)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
     for step in range(3):
         for block in model[:2]:
-            block.leaves_out = rank == 1 and step != 1
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+            block.leaves_out, block.meets = rank == 1 and step != 1, meets
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank), requires_grad=True)
         model(x).square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
     return list(handle.full_state_dict().values())
 
 
 def test_a_rank_without_a_gradient_reads_what_a_bucket_of_its_peers_waits_for() -> None:
-    """In shared memory its peers waited for that with the gradient, and it for their next gather."""
+    """In shared memory its peers waited for that with the gradient, and it for their next gather, or in a collective of
+    the user's."""
 
     def check(rank: int) -> None:
         expected = with_modules_ahead(rank, "ddp")
         for way in ("shared", "pairwise", "native"):
             with travelling(way):
-                assert all(map(torch.equal, with_modules_ahead(rank, "zero3"), expected)), way
+                for meets in (False, True):
+                    assert all(map(torch.equal, with_modules_ahead(rank, "zero3", meets=meets), expected)), way
+
+    run_ranks(check, 2, collective_timeout=HANG)
+
+
+class Slow(nn.Linear):
+    """Rank 1 comes late to it in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if torch.distributed.get_rank() == 1:
+            y.register_hook(lambda grad: time.sleep(0.05))
+        return y.tanh()
+
+
+def with_a_local_micro_batch(rank: int, plan: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.ModuleList(Slow(4, 4) for _ in range(5))
+    handle = zeroshard.shard(model, plan, units=Slow)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+
+    def backward(*order: int, without: int | None = None) -> None:
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        for index in order:
+            y = model[index](x)
+            x = x if index == without else y
+        x.square().mean().backward()
+
+    for _ in range(2):
+        with handle.no_sync():
+            backward(0, 1, 2, 3, 4, without=3 if rank == 1 else None)
+        backward(0, 2, 1, 3, 4)
+        optimizer.step(), optimizer.zero_grad()
+    return list(handle.full_state_dict().values())
+
+
+def test_a_rank_with_a_gradient_of_an_earlier_micro_batch_reads_as_well() -> None:
+    """It needs no bucket for it, and went on to a gather; a peer without one waited for a bucket that it had not
+    read."""
+
+    def check(rank: int) -> None:
+        expected = with_a_local_micro_batch(rank, "ddp")
+        for way in ("shared", "pairwise", "native"):
+            with travelling(way):
+                assert all(map(torch.equal, with_a_local_micro_batch(rank, "zero3"), expected)), way
 
     run_ranks(check, 2, collective_timeout=HANG)

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
 
@@ -32,7 +32,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.weights import Residency
+from zeroshard.storage.weights import Residency, Weights
 
 During = Literal["forward", "backward", "unshard"]
 """The phase for which a unit is gathered."""
@@ -80,6 +80,7 @@ class Gatherer:
 
     Attributes:
         number_of: unit -> the number of its last gather.
+        before_wait: called before this rank waits for peers that are not at a gather yet.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
@@ -96,6 +97,7 @@ class Gatherer:
         self._parts_in_flight: list[tuple[int, Unit]] = []  # with the numbers of their gathers
         self.number_of: dict[Unit, int] = {}
         self._begun_gathers = 0
+        self.before_wait: Callable[[], None] = lambda: None
         requests = {
             unit: unit.spec.weight_request(unit.layout.numel, in_common=unit.weights.place is not None)
             for unit in units
@@ -349,6 +351,7 @@ class Gatherer:
             self.start(unit, during)
         self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
         self._let_parts_arrive(self.number_of.get(unit, 0))
+        self._come_to(weights)
         weights.arrive()
         # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
         self._wait_for_readers()
@@ -376,7 +379,13 @@ class Gatherer:
         while self._parts_in_flight and self._parts_in_flight[0][0] < number:
             _, unit = self._parts_in_flight.pop(0)
             if unit.weights.state is Residency.GATHERING:
+                self._come_to(unit.weights)
                 unit.weights.arrive()
+
+    def _come_to(self, weights: Weights) -> None:
+        """This rank is about to wait for these weights."""
+        if not weights.buffer.pending.has_arrived:
+            self.before_wait()
 
     def _prefetch(self, unit: Unit, during: During, current: Unit) -> None:
         """Start to gather a unit, unless the occupant of its buffer is still needed."""
@@ -405,6 +414,7 @@ class Gatherer:
                 why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
                 buffer = self._turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
+                self._come_to(buffer.occupant.weights)
                 buffer.occupant.weights.drop()
         buffer.occupy(unit)
         full = unit.weights.place

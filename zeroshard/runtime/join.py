@@ -207,6 +207,7 @@ class Part:
 
     def _gather(self, unit: str, during: During) -> None:
         """Take part in a gather, as a rank that runs the model does."""
+        self._engine.reducer.read_peers()
         weights = self._units[unit].weights
         if weights.state is not Residency.SHARDED:
             weights.drop()
@@ -225,6 +226,7 @@ class Part:
 
     def _open(self, unit: str) -> None:
         """Open a bucket. This may wait for earlier reductions, which the other ranks wait for as well."""
+        self._engine.reducer.read_peers()
         self._engine.reducer.open_empty(self._units[unit])
 
     def _reduce(self, unit: str) -> None:

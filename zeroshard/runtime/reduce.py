@@ -13,10 +13,11 @@ have some to come. Backward comes to that place as soon as it is done with the u
 NCCL wants the operations of several communicators (gathers and reductions have one each) in one order on all ranks, and
 in shared memory a rank that needs scratch for its reductions waits for peers that wait for its gather.
 
-[Note: buckets are opened on all ranks]
+[Note: peers wait for a reader]
 A gradient needs a bucket. Where ranks read each other's memory, that may have to wait until the peers have read what is
-in it, and they read when they need a bucket themselves. So a rank without a gradient of a unit opens its bucket, too,
-before it goes on: else it would wait for the next gather of a peer that waits for it.
+in it. They may need no bucket themselves: without a gradient of the unit, or with one from an earlier micro-batch. So
+each rank reads what has been started when backward goes on to another unit (where a collective of the user's may come)
+and before it waits for a gather: else it would wait for a peer that waits for it.
 """
 
 from __future__ import annotations
@@ -269,9 +270,8 @@ class Reducer:
             return False
         ready.update(range(len(unit.parameters)))
         self.to_come.left.add(unit)
+        self.read_peers()
         self._advance(self.to_come.left)
-        if self._position_of[unit] >= self._cursor:
-            self.open_empty(unit)  # see [Note: buckets are opened on all ranks]
         return True
 
     @torch.no_grad()
@@ -301,6 +301,10 @@ class Reducer:
         """Open the bucket of a unit, also if this rank has no new gradients for it."""
         if self.grads[unit].state is not GradState.PARTIAL:
             self._open(unit, self.grads[unit])
+
+    def read_peers(self) -> None:
+        """See [Note: peers wait for a reader]."""
+        self._reductions.read_peers()
 
     def end_following(self) -> None:
         """On a follower of a join: end the backward, without reducing further units."""

@@ -159,6 +159,11 @@ class Reductions:
         while self._lag is None and self._arriving and self._arriving[0][1].buffer.pending.has_arrived:
             self._finish_oldest()
 
+    def read_peers(self) -> None:
+        """Where ranks read each other's memory, sum all that has been started. See [Note: peers wait for a reader]."""
+        while self._lag is None and self._arriving:
+            self._finish_oldest()
+
     def _free_all(self) -> None:
         """Wait for all sums over ranks in flight, here and on the peers that read this rank's buckets."""
         while self._arriving:

@@ -72,7 +72,7 @@ class Schedule(NotCopied):
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
-        reducer.to_come = self._to_come
+        reducer.to_come, gatherer.before_wait = self._to_come, reducer.read_peers
 
     # Forward -----------------------------------------------------------------------------------------------------
 
