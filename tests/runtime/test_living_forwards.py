@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.kit import travelling
@@ -188,30 +189,37 @@ def test_a_rank_without_a_gradient_reads_what_a_bucket_of_its_peers_waits_for() 
 class Slow(nn.Linear):
     """Rank 1 comes late to it in backward."""
 
+    used = True
+
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        y = super().forward(x) if self.used else x * 1
         if torch.distributed.get_rank() == 1:
             y.register_hook(lambda grad: time.sleep(0.05))
         return y.tanh()
 
 
-def with_a_local_micro_batch(rank: int, plan: str) -> list[Tensor]:
+def with_a_local_micro_batch(rank: int, plan: str, *, recomputes: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.ModuleList(Slow(4, 4) for _ in range(5))
     handle = zeroshard.shard(model, plan, units=Slow)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
 
-    def backward(*order: int, without: int | None = None) -> None:
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+    def first(x: Tensor, order: Sequence[int]) -> Tensor:
         for index in order:
-            y = model[index](x)
-            x = x if index == without else y
-        x.square().mean().backward()
+            x = model[index](x)
+        return x.tanh()
+
+    def backward(*order: int) -> None:
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))
+        x = checkpoint(first, x, order, use_reentrant=False) if recomputes else first(x, order)
+        model[4](model[3](x)).square().mean().backward()
 
     for _ in range(2):
+        model[3].used = rank == 0
         with handle.no_sync():
-            backward(0, 1, 2, 3, 4, without=3 if rank == 1 else None)
-        backward(0, 2, 1, 3, 4)
+            backward(0, 1, 2)
+        model[3].used = True
+        backward(0, 2, 1)
         optimizer.step(), optimizer.zero_grad()
     return list(handle.full_state_dict().values())
 
@@ -221,9 +229,11 @@ def test_a_rank_with_a_gradient_of_an_earlier_micro_batch_reads_as_well() -> Non
     read."""
 
     def check(rank: int) -> None:
-        expected = with_a_local_micro_batch(rank, "ddp")
-        for way in ("shared", "pairwise", "native"):
-            with travelling(way):
-                assert all(map(torch.equal, with_a_local_micro_batch(rank, "zero3"), expected)), way
+        for recomputes in (False, True):
+            expected = with_a_local_micro_batch(rank, "ddp", recomputes=recomputes)
+            for way in ("shared", "pairwise", "native"):
+                with travelling(way):
+                    found = with_a_local_micro_batch(rank, "zero3", recomputes=recomputes)
+                assert all(map(torch.equal, found, expected)), (way, recomputes)
 
     run_ranks(check, 2, collective_timeout=HANG)
