@@ -126,19 +126,6 @@ def test_every_order_of_backwards_trains_as_with_whole_weights() -> None:
         run_ranks(check, ranks, ranks, collective_timeout=HANG)
 
 
-class Meet(torch.autograd.Function):
-    """Backward runs a collective."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        torch.distributed.all_reduce(torch.zeros(1))
-        return grad
-
-
 class Ahead(nn.Module):
     """`last` runs behind the modules inside, and is reduced behind them, as it is registered before. Rank 1 leaves out
     what it returns."""
@@ -146,42 +133,37 @@ class Ahead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last, self.inside = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.leaves_out = self.meets = False
+        self.leaves_out = False
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.inside:
-            x = x + part(Meet.apply(x) if self.meets else x).tanh()
-        z = self.last(x)
-        if self.meets and torch.distributed.get_rank() == 0:
-            z.register_hook(lambda grad: time.sleep(0.05))
-        y = x + z.tanh()
+            x = x + part(x).tanh()
+        y = x + self.last(x).tanh()
         return x if self.leaves_out else y
 
 
-def with_modules_ahead(rank: int, plan: str, *, meets: bool = False) -> list[Tensor]:
+def with_modules_ahead(rank: int, plan: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(Ahead(), Ahead(), nn.Linear(4, 4), nn.Linear(4, 4))
     handle = zeroshard.shard(model, plan, units=nn.Linear)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
     for step in range(3):
         for block in model[:2]:
-            block.leaves_out, block.meets = rank == 1 and step != 1, meets
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank), requires_grad=True)
+            block.leaves_out = rank == 1 and step != 1
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
         model(x).square().mean().backward()
         optimizer.step(), optimizer.zero_grad()
     return list(handle.full_state_dict().values())
 
 
 def test_a_rank_without_a_gradient_reads_what_a_bucket_of_its_peers_waits_for() -> None:
-    """In shared memory its peers waited for that with the gradient, and it for their next gather, or in a collective of
-    the user's."""
+    """In shared memory its peers waited for that with the gradient, and it for their next gather."""
 
     def check(rank: int) -> None:
         expected = with_modules_ahead(rank, "ddp")
         for way in ("shared", "pairwise", "native"):
             with travelling(way):
-                for meets in (False, True):
-                    assert all(map(torch.equal, with_modules_ahead(rank, "zero3", meets=meets), expected)), way
+                assert all(map(torch.equal, with_modules_ahead(rank, "zero3"), expected)), way
 
     run_ranks(check, 2, collective_timeout=HANG)
 

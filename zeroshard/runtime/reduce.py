@@ -16,8 +16,8 @@ in shared memory a rank that needs scratch for its reductions waits for peers th
 [Note: peers wait for a reader]
 A gradient needs a bucket. Where ranks read each other's memory, that may have to wait until the peers have read what is
 in it. They may need no bucket themselves: without a gradient of the unit, or with one from an earlier micro-batch. So
-each rank reads what has been started when backward goes on to another unit (where a collective of the user's may come)
-and before it waits for a gather: else it would wait for a peer that waits for it.
+each rank reads what has been started when backward goes on to another unit, and before it waits for a gather: else it
+would wait for a peer that waits for it.
 """
 
 from __future__ import annotations
