@@ -408,3 +408,38 @@ def test_a_rank_that_writes_after_unpark_does_not_write_what_another_one_reads(r
         of_rank0 = mine.clone()
         torch.distributed.broadcast(of_rank0, 0)
         assert torch.equal(mine, of_rank0), plan
+
+
+@on_ranks(2)
+def test_what_a_block_has_returned_has_the_new_weights_in_the_next_one(rank: int) -> None:
+    """Averages of weights that look for the model's tensors once (`ModelEMA` of ultralytics) had those of the first
+    block for ever under ZeRO-3, in silence."""
+    for plan, precision in CASES:
+        for write in (False, True):
+            model, handle, optimizer = start(plan, rank, precision)
+            kept: dict[str, torch.Tensor] = {}
+            for index in range(3):
+                with handle.unsharded(write=write):
+                    kept = kept or model.state_dict()
+                    found = {name: value.clone() for name, value in kept.items()}
+                assert same_bits(found, handle.full_state_dict()), (plan, precision, index)
+                step(model, optimizer, rank, index)
+
+
+@on_ranks(2)
+def test_a_swap_by_data_that_an_earlier_block_has_kept_is_told(rank: int) -> None:
+    """What is kept would get the new values."""
+    for plan, precision in HALF:
+        model, handle, _ = start(plan, rank, precision)
+        before = values(handle)
+        with handle.unsharded():
+            old = model.norm.weight.data
+        if plan is zeroshard.ZERO3:
+            with pytest.raises(RuntimeError, match=r"a tensor that shares.*p\.data\.clone\(\)"):
+                with handle.unsharded(write=True):
+                    model.norm.weight.data = torch.ones_like(old)
+            assert same_bits(values(handle), before), (plan, precision)
+        del old
+        with handle.unsharded(write=True):
+            model.norm.weight.data = torch.ones(WIDTH, device=DEVICE, dtype=model.norm.weight.dtype)
+        assert (values(handle)["norm.weight"] == 1).all(), (plan, precision)

@@ -224,7 +224,7 @@ class Gatherer:
         if were_there and self.collectives.mesh.world.size == 1:  # nothing to gather, and nobody to compare with
             self._called.discard(unit)
             return
-        unit.weights.drop()
+        unit.weights.drop(forget=unit.weights.scopes > 0)
         if unit.weights.buffer.rests_in_full:
             # If the weights were not complete before (after a failed write inside `unsharded`, for example), more than
             # these slots is missing: gather everything.
@@ -234,7 +234,7 @@ class Gatherer:
             is_awaited = unit in self._called or unit.spec.is_part
             (self._uncalled.discard if is_awaited else self._uncalled.add)(unit)
         elif unit.weights.scopes:
-            unit.weights.gather(self.collectives, "unshard", unit.weights.own().new_empty(unit.layout.numel))
+            unit.weights.gather(self.collectives, "unshard", unit.apart.take())
             self._begun.append(unit)
         self._called.discard(unit)
 
@@ -320,7 +320,7 @@ class Gatherer:
         unit.weights.expect_in_place()
         if apart and unit.weights.buffer.borrows:
             unit.weights.drop()
-            unit.weights.gather(self.collectives, "unshard", unit.weights.own().new_empty(unit.layout.numel))
+            unit.weights.gather(self.collectives, "unshard", unit.apart.take())
         elif unit.weights.state is Residency.SHARDED:
             self.start(unit, "unshard")
         unit.weights.arrive()

@@ -20,6 +20,7 @@ from zeroshard.ranks.common import Common
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.external_gradients import AnyGradients, ExternalGradients, NoGradients
 from zeroshard.storage.gradients import Gradients, Mean
+from zeroshard.storage.kept_memory import KeptMemory
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.pool import plain_bytes
 from zeroshard.storage.slot_buffer import SlotBuffer
@@ -31,6 +32,7 @@ class Unit:
 
     Attributes:
         parameters: in buffer order (the order of `layout.slots`).
+        apart: memory for the weights in blocks outside of a forward.
         weights, grads, main: the three buffers. A frozen unit has no gradients, and its weights are main.
         edits: how often main has been set by anything but a step; the same on every rank.
     """
@@ -56,6 +58,7 @@ class Unit:
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
         self.weights = Weights(spec.name, self.parameters, buffer, common)
+        self.apart = KeptMemory(buffer)
         self.grads: AnyGradients = NoGradients()
         self.main = MainWeights(self.own_shard(), buffer.shard, None)
         if spec.trainable:
