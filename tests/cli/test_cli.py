@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.forked import FirstAnInterpreter, Forked
+from tests.grids import EVERYTHING
 from tests.patience import wait_until
 from zeroshard import starting
 from zeroshard.checkpoint import files, verify
@@ -370,8 +371,8 @@ def test_output_that_is_lost_or_has_another_encoding_ends_no_run(text_folder: Pa
     ]
     for ranks in ("1", "2"):
         out = tmp_path / f"of-{ranks}"
-        # Interpreters: a forked rank also has the handler of warnings of the launcher, and says it twice.
-        with start(*common, "--nproc", ranks, "--out", str(out), ranks=subprocess.Popen) as process:
+        # Rank 0 is an interpreter: a forked one also has the handler of warnings of the launcher, and says it twice.
+        with start(*common, "--nproc", ranks, "--out", str(out), ranks=FirstAnInterpreter) as process:
             assert process.stdout is not None and process.stderr is not None
             process.stdout.close()
             err = process.stderr.read()
@@ -386,7 +387,7 @@ def test_output_that_is_lost_or_has_another_encoding_ends_no_run(text_folder: Pa
     assert (code, err, (tmp_path / "ascii" / "sample.txt").exists()) == (0, "", True)
 
 
-@pytest.mark.parametrize("streams", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("streams", [">&-", *[">&- 2>&-"] * EVERYTHING])
 def test_closed_streams_are_no_error(streams: str) -> None:
     command = f"{sys.executable} -m zeroshard --version {streams}"
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True)

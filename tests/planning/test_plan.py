@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
-from tests.grids import EVERYTHING, on_fewest_ranks, pairs_of
+from tests.grids import EVERYTHING, grid, on_fewest_ranks, pairs_of
 from tests.kit import PLANS, Block, loss_of_tokens, make, travelling
 from tests.kit import SCHEDULES as LONG_SCHEDULES
 from tests.planning.models import FROZEN, MODELS, Experts, Planned, Tied
@@ -240,7 +240,7 @@ def expect_cases(num_ranks: int, model: str, *, low_bit: bool) -> None:
 
 def expect_one_unit(rank: int) -> None:
     """Only one reduction is in flight at any time: there is one scratch for it, from the first step on."""
-    for plan, way, precision in itertools.product(("ddp", "zero1"), WAYS, ("fp32", "bf16")):
+    for plan, way, precision in grid(("ddp", "zero1"), WAYS, ("fp32", "bf16")):
         configuration = Configuration(
             plan=plan, ranks=3, precision=precision, device="cpu", transport=way, rank=rank, optimizer="SGD"
         )

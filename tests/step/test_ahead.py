@@ -11,6 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ from zeroshard.step.ahead import is_fused
 from zeroshard.step.steppers import Steppers
 from zeroshard.testing import run_ranks
 
-STEPS, AT = 7, 4
-"""Steps of a run, and the one in which something happens: the third that goes ahead."""
+STEPS, AT = 6, 3
+"""Steps of a run, and the one in which something happens: the second that goes ahead."""
 AHEAD = ("update ahead", "read")
 ADAMW = {"lr": 1e-2, "fused": True}
 
@@ -137,7 +138,7 @@ class Event(NamedTuple):
     ahead: tuple[str, ...] = AHEAD
     error: str = ""
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    model: Callable[[], torch.nn.Module] = Net
+    model: Callable[[], torch.nn.Module] = partial(Net, blocks=2)
     precision: Any = None
     scale: Any = None
     policy: Any = MappingProxyType({})
@@ -355,6 +356,7 @@ def sparse_by_hand(training: Training, step: int) -> None:
     training.step()
 
 
+GATED = partial(Gated, blocks=2)
 TOKENS = lambda rank, step: 3.7 + rank + step / 3  # noqa: E731
 EVENTS = {
     "nothing": Event(plain),
@@ -384,9 +386,9 @@ EVENTS = {
     "another learning rate after the clip": Event(later_settings),
     "no gradients on rank 0": Event(discarded, ("gathers", "read"), "step on rank 0: no gradients"),
     "no backward at all": Event(nothing, ("gathers", "read")),
-    "other slots": Event(other_slots, ("gathers", "read", "update"), model=Gated),
-    "other slots, and a read of the state": Event(state_between, ("gathers", "read", "update"), model=Gated),
-    "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=Gated),
+    "other slots": Event(other_slots, ("gathers", "read", "update"), model=GATED),
+    "other slots, and a read of the state": Event(state_between, ("gathers", "read", "update"), model=GATED),
+    "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=GATED),
     "gradients by hand": Event(by_hand(True), ("gathers", "read", "read", "update")),
     "a gradient by hand on rank 0": Event(by_hand(False), ("gathers", "read", "read", "update")),
     "frozen before": Event(frozen_before, ("read", "update")),
@@ -486,9 +488,9 @@ def test_replicas_go_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         return shard(*args, **options, **mesh)
 
     monkeypatch.setattr(zeroshard, "shard", on_mesh)
-    for plan, event in zip(("zero1", "zero3"), ("nothing", "a NaN, raised"), strict=True):
+    for plan in ("zero1", "zero3") if EVERYTHING else ("zero3",):
         with timed_ranks("random"):
-            assert not differences(4, plan, event), event
+            assert not differences(4, plan, "a NaN, raised"), plan
 
 
 @pytest.mark.parametrize("event", ["a NaN, raised", "another learning rate"])

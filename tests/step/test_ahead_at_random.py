@@ -21,7 +21,9 @@ from tests.timed_backend import TIMINGS, timed_ranks
 from zeroshard.step import ahead
 from zeroshard.testing import run_ranks
 
-STEPS = 12
+STEPS, LOOK = 12, 3
+"""Of a training; and after how many of them the state is read. (Each one with `make test-everything`.) A bit that
+differs stays in the state, and reading it also waits for all that the step has left in flight."""
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 SOME = (5, 118, 123, 201, 302)
 SEEDS = range(400, 480) if EVERYTHING else SOME
@@ -48,7 +50,7 @@ RARE = (
 
 
 class Step(NamedTuple):
-    """What a step has left. `results`: of the steps, and norms."""
+    """What a step has left. `results`: of the steps, and norms. `state`: if it was read."""
 
     actions: list[str]
     results: str
@@ -147,7 +149,8 @@ class Training:
             optimizer.zero_grad()
         if "by hand" in actions:
             norms.clear()  # the device does not know them
-        return Step(actions, repr([*found, *(norm.item() for norm in norms)]), self.state())
+        is_looked_at = EVERYTHING or number % LOOK == LOOK - 1
+        return Step(actions, repr([*found, *(norm.item() for norm in norms)]), self.state() if is_looked_at else {})
 
     def state(self) -> State:
         state = {f"main {name}": value for name, value in self.handle.full_state_dict(main=True).items()}
@@ -201,4 +204,4 @@ def test_a_factor_of_the_device_that_differs_is_found(tmp_path: Path, monkeypatc
     monkeypatch.setattr(ahead.Verdict, "update", off)
     with timed_ranks("early"):
         found = run_ranks(both, 2, PLANS[SOME[0] % 4], SOME[0], tmp_path)
-    assert all("state" in difference for difference, _ in found)
+    assert all(difference for difference, _ in found)

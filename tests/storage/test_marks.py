@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ AND_BACK = [*["step"] * 3, "write the first", "read", "write the last", "step"]
 def after(rank: int, seed: int, plan: str, *, with_marks: bool) -> dict[str, Tensor]:
     """Main after a random order (seed 0 and 1: `AND_BACK`) of steps, writes, and everything that reads or sets main."""
     rng = random.Random(seed)
-    model = make(Net)
+    model = make(partial(Net, blocks=1))
     handle = zeroshard.shard(model, plan, units=Block, precision="bf16")
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.05)
     are_same = Marks.are_same
