@@ -110,9 +110,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
             raise InvalidValue("unsharded: the ranks differ in modifier_rank: pass the same number on all of them")
         before = {unit: _before(unit) for unit in units}
-        writes = [unit.weights.versions.writes() for unit in units]
-        # Tensors that were kept from earlier blocks lie there, too, and would get new values as those kept here.
-        tensors = [num - unit.apart.num_kept for unit, num in zip(units, uses(units), strict=True)]
+        writes, tensors = [unit.weights.versions.writes() for unit in units], uses(units)
 
         def take() -> None:
             take_over(units, [put_back(unit) for unit in units], tensors, engine.units)

@@ -3,7 +3,8 @@
 Each block takes memory, and gives it back when it ends. But the user may keep a tensor that lies there (`p.detach()`, a
 `state_dict()`) for the next block, as averages of the weights do that look for the model's tensors once. In plain torch
 it would have the new weights then. So as long as such a tensor is alive, the next block gathers into the same memory.
-(A graph that keeps weights keeps this memory, too: values that differ have another version by then.)
+(A graph that keeps weights keeps this memory, too: values that differ have another version by then. And so does the
+work of a gather that is not gone yet.)
 """
 
 from __future__ import annotations
@@ -14,28 +15,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zeroshard.storage.buffer import FlatBuffer
 
-_use_count = torch._C._storage_Use_Count
-
 
 class KeptMemory:
-    """See the module's note.
-
-    Attributes:
-        num_kept: how many tensors of earlier blocks lay in the memory that was last taken.
-    """
+    """See the module's note."""
 
     def __init__(self, buffer: FlatBuffer) -> None:
         """`buffer`: of the weights."""
         self._buffer = buffer
         self._last: StorageWeakRef | None = None
-        self.num_kept = 0
 
     def take(self) -> Tensor:
         """[layout.numel]: new, or that of the block before if a tensor that lies there is alive."""
         numel, storage = self._buffer.layout.numel, None
         if self._last is not None:
             storage = torch.UntypedStorage._new_with_weak_ptr(self._last.cdata)
-        self.num_kept = 0 if storage is None else _use_count(storage._cdata) - 1
         if storage is not None:
             return self._buffer.shard.new_empty(0).set_(storage, 0, (numel,), (1,))
         full = self._buffer.shard.new_empty(numel)
