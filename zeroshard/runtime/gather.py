@@ -351,7 +351,7 @@ class Gatherer:
             self.start(unit, during)
         self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
         self._let_parts_arrive(self.number_of.get(unit, 0))
-        self._come_to(weights)
+        self._before_waiting_for(weights)
         weights.arrive()
         # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
         self._wait_for_readers()
@@ -379,11 +379,11 @@ class Gatherer:
         while self._parts_in_flight and self._parts_in_flight[0][0] < number:
             _, unit = self._parts_in_flight.pop(0)
             if unit.weights.state is Residency.GATHERING:
-                self._come_to(unit.weights)
+                self._before_waiting_for(unit.weights)
                 unit.weights.arrive()
 
-    def _come_to(self, weights: Weights) -> None:
-        """This rank is about to wait for these weights."""
+    def _before_waiting_for(self, weights: Weights) -> None:
+        """See `before_wait`."""
         if not weights.buffer.pending.has_arrived:
             self.before_wait()
 
@@ -414,7 +414,7 @@ class Gatherer:
                 why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
                 buffer = self._turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
-                self._come_to(buffer.occupant.weights)
+                self._before_waiting_for(buffer.occupant.weights)
                 buffer.occupant.weights.drop()
         buffer.occupy(unit)
         full = unit.weights.place

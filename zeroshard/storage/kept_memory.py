@@ -26,11 +26,10 @@ class KeptMemory:
 
     def take(self) -> Tensor:
         """[layout.numel]: new, or that of the block before if a tensor that lies there is alive."""
-        numel, storage = self._buffer.layout.numel, None
         if self._last is not None:
             storage = torch.UntypedStorage._new_with_weak_ptr(self._last.cdata)
-        if storage is not None:
-            return self._buffer.shard.new_empty(0).set_(storage, 0, (numel,), (1,))
-        full = self._buffer.shard.new_empty(numel)
+            if storage is not None:
+                return self._buffer.shard.new_empty(0).set_(storage, 0, (self._buffer.layout.numel,), (1,))
+        full = self._buffer.shard.new_empty(self._buffer.layout.numel)
         self._last = StorageWeakRef(full.untyped_storage())  # type: ignore[no-untyped-call]
         return full
