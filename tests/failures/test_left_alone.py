@@ -7,14 +7,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -22,7 +25,9 @@ import zeroshard
 from tests.checkpoint.common import Run
 from tests.failures.common import Ended, Ranks, finish_all, has_ended
 from tests.patience import AT_ONCE, wait_until
+from tests.together import on_ranks
 from zeroshard.checkpoint import files
+from zeroshard.failures import positions
 from zeroshard.failures.blame import describe_knot
 from zeroshard.failures.positions import HERE, Here, Position, Wait, knot
 from zeroshard.failures.whereabouts import SAVES, only_saves
@@ -284,6 +289,42 @@ def test_where_a_process_is() -> None:
             assert here.position(None) is None
         assert here.position(None) == found
     assert here.position(None) is None and here.wait is None
+
+
+@on_ranks(2)
+def test_the_look_at_a_call_keeps_nothing_of_its_callers(rank: int) -> None:
+    """The frame that the watch had seen in a call of torch.distributed kept a graph, or a deleted model, until the next
+    look: half a second."""
+    here, inside, go_on = Here(), threading.Event(), threading.Event()
+    code = "def barrier(group=None):\n    inside.set()\n    assert go_on.wait(60)\n"
+    names: dict[str, Any] = {"inside": inside, "go_on": go_on}
+    exec(compile(code, "distributed_c10d.py", "exec"), names)
+
+    class Loss:
+        pass
+
+    losses = []
+
+    def program() -> None:
+        loss = Loss()
+        losses.append(weakref.ref(loss))
+        names["barrier"]()
+
+    for _ in range(2):  # the second call is a new one
+        thread = threading.Thread(target=program)
+        thread.start()
+        assert inside.wait(60)
+        look = lambda id=thread.ident: here.position(sys._current_frames()[id])  # noqa: E731
+        assert look() is None and losses[-1]() is not None
+        seen = time.monotonic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(positions.time, "monotonic", lambda seen=seen: seen() + 100.0)
+            found = look()
+        assert found is not None and found.wait.text == "torch.distributed.barrier" and look() is None
+        go_on.set()
+        thread.join()
+        inside.clear(), go_on.clear()
+        assert losses[-1]() is None
 
 
 def saving_at_its_end(rank: int, mark: Callable[[], Any], folder: Path) -> None:

@@ -40,6 +40,8 @@ _OF_ONE |= dict.fromkeys(("reduce", "gather", "gather_object"), "group_dst")
 rank that is not in one may have left it long ago: only the numbers of calls show that it has not come."""
 _WORLD = "calls of the default group"
 """The key of these numbers. It is absent where they are not known."""
+_SEEN = "seen by zeroshard since"
+"""The name, among the variables of a call of torch.distributed, of the time at which it was first seen."""
 _COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
 """Kinds of collectives of which all ranks have begun the same number when they come to an exchange among all."""
 
@@ -104,7 +106,6 @@ class Here:
     _wait: Wait | None = None
     _since: float = 0.0
     _meshes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    _foreign: tuple[object, float] = (None, 0.0)
 
     def name_of_mesh(self, ranks: tuple[int, ...]) -> str:
         """A name that is the same on all ranks of a mesh, and different for each mesh. (All ranks build their handles
@@ -155,9 +156,7 @@ class Here:
         wait, since = self._wait, self._since
         if wait is None:
             wait, frame = _foreign_wait(main)
-            if self._foreign[0] is not frame:
-                self._foreign = frame, time.monotonic()
-            since = self._foreign[1]
+            since = 0.0 if frame is None else _seen_since(frame)
         if wait is None or time.monotonic() - since < LONG_SECONDS:
             return None
         return Position(wait, self.counts())
@@ -248,6 +247,15 @@ def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Ma
         return [rank for rank in wait.ranks if rank in begun and begun[rank].get(wait.key, unknown) <= wait.number]
     elsewhere = [rank for rank in wait.ranks if rank not in positions or positions[rank].wait.key != wait.key]
     return elsewhere if all(rank in begun for rank in elsewhere) else []  # else a running rank may still come
+
+
+def _seen_since(frame: FrameType) -> float:
+    """When this was first asked of the call of this frame. Noted in the frame itself: a reference to it would keep the
+    variables of all its callers (a loss and its graph, a deleted model), although they have returned."""
+    variables: Any = frame.f_locals  # a frame keeps the names that are added here (PEP 667) until its call ends
+    if _SEEN not in variables:
+        variables[_SEEN] = time.monotonic()
+    return float(variables[_SEEN])
 
 
 def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:

@@ -161,7 +161,7 @@ class Accelerator(accelerate.Accelerator):
             RuntimeError: several models have a loss scale.
         """
         instead = "call optimizer.optimizer.backward(loss) of that model's optimizer"
-        optimizer = scaling_optimizer(self._sharded_optimizers(), "accelerator.backward", instead)
+        optimizer = scaling_optimizer(self._sharded_optimizers, "accelerator.backward", instead)
         loss = loss / self.gradient_accumulation_steps
         if optimizer is not None:
             optimizer.backward(loss, **kwargs)

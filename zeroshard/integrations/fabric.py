@@ -93,10 +93,12 @@ class FabricStrategy(DDPStrategy):
         Raises:
             RuntimeError: several models have a loss scale, and `module` is None.
         """
-        found = [one for reference in self._optimizers if (one := reference()) is not None]
-        if module is not None:
-            handle = expect_handle_of(module, "fabric.setup(model)")
-            found = [one for one in found if one.handle is handle]
+        handle = None if module is None else expect_handle_of(module, "fabric.setup(model)")
+
+        def found() -> list[ShardedOptimizer]:
+            living = [one for reference in self._optimizers if (one := reference()) is not None]
+            return [one for one in living if handle is None or one.handle is handle]
+
         optimizer = scaling_optimizer(found, "fabric.backward", "fabric.backward(loss, model=model)")
         with scaled_by(optimizer, tensor, args, kwargs) as scaled:
             super().backward(scaled, module, *args, **kwargs)

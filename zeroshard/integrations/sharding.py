@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
@@ -252,13 +253,22 @@ def optimizer_of(parameters: Iterable[nn.Parameter], optimizers: Iterable[Sharde
     return None
 
 
-def scaling_optimizer(optimizers: Iterable[ShardedOptimizer], call: str, instead: str) -> ShardedOptimizer | None:
-    """The optimizer that scales a loss; None: none of these does. `call`, `instead`: for the message.
+def scaling_optimizer(
+    optimizers: Callable[[], Iterable[ShardedOptimizer]], call: str, instead: str
+) -> ShardedOptimizer | None:
+    """The optimizer that scales a loss; None: none of these does. `optimizers` finds those that are alive; `call`,
+    `instead`: for the message.
 
     Raises:
         RuntimeError: optimizers of several models do.
     """
-    scaled = {id(one.handle): one for one in optimizers if one.scaling.default is not None}
+
+    def found() -> dict[int, ShardedOptimizer]:
+        return {id(one.handle): one for one in optimizers() if one.scaling.default is not None}
+
+    if len(found()) > 1:
+        gc.collect()  # a model that the program has dropped may still be in a cycle of references
+    scaled = found()
     if len(scaled) > 1:
         raise InvalidState(f"{call}: several models have a loss scale, and a loss does not say whose it is: {instead}")
     return next(iter(scaled.values()), None)

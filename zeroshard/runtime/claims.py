@@ -5,6 +5,7 @@ Optimizers are referenced weakly.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,9 +59,10 @@ class Claims:
             ValueError: another living optimizer has one of them.
         """
         parameters = list(parameters)
+        if any(self.owner_of(parameter) not in (None, owner) for parameter in parameters):
+            gc.collect()  # an optimizer that the program has deleted may still be in a cycle of references
         for parameter in parameters:
-            other = self.owner_of(parameter)
-            if other is not None and other is not owner:
+            if self.owner_of(parameter) not in (None, owner):
                 name_of = self._name_of()
                 raise InvalidValue(
                     f"parameter {'' if name_of is None else name_of(parameter)} belongs to another ShardedOptimizer: "
