@@ -171,8 +171,10 @@ class SharedTransport(PairwiseTransport):
         # A rank may free its buffers while a slower peer still reads them, provided that the peer has mapped them. So
         # there are two exchanges: the first lists the segments, and no rank frees anything before all have reached the
         # second.
-        everyone = exchange(self.memory.own_segments())
+        kept, own = self.memory.own_segments()
+        everyone = exchange(own)
         for process, segments in zip(self._processes.values(), everyone, strict=True):
             if process != self.memory.process:
                 self.memory.map_segments(process, segments)
         meet()
+        del kept

@@ -61,7 +61,7 @@ class SharedMemory:
     def __init__(self, process: Process | None = None) -> None:
         """`process`: this one, as its peers know it already; None: under a new identity."""
         self.process = process or Process(os.getpid(), secrets.randbits(62))
-        self._own: dict[int, tuple[int, int]] = {}  # address -> (segment, fd)
+        self._own: dict[int, tuple[int, int, weakref.ref[Tensor]]] = {}  # address -> segment, fd, tensor
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
         self._views: dict[Hashable, Tensor] = {}  # of these bytes, as `peer` has returned them
         # By the address of the own shard. Weak: common memory belongs to the weights that lie in it.
@@ -90,8 +90,8 @@ class SharedMemory:
         """The file as a tensor, uint8 [num_bytes]. `locate` finds it as long as the tensor lives."""
         tensor = _map(f"/proc/self/fd/{fd}", num_bytes)
         address = tensor.untyped_storage().data_ptr()
-        self._own[address] = segment, fd
-        weakref.finalize(tensor, self._own.pop, address)
+        self._own[address] = segment, fd, weakref.ref(tensor)
+        weakref.finalize(tensor, _forget, self._own, address, segment)
         return tensor
 
     def locate(self, tensor: Tensor) -> Location | None:
@@ -100,7 +100,8 @@ class SharedMemory:
         address = storage.data_ptr()
         if address not in self._own:
             return None
-        return Location(*self._own[address], storage.nbytes(), tensor.data_ptr() - address)
+        segment, fd, _ = self._own[address]
+        return Location(segment, fd, storage.nbytes(), tensor.data_ptr() - address)
 
     def peer(self, process: Process, location: Location, like: Tensor) -> Tensor:
         """A peer's bytes at that location, with the shape and dtype of `like`. Callers must only read it.
@@ -120,9 +121,14 @@ class SharedMemory:
             self._views[view] = part.view(like.dtype).view(like.shape)
         return self._views[view]
 
-    def own_segments(self) -> list[list[int]]:
-        """[segment, fd, number of bytes] of each own segment."""
-        return [[segment, fd, os.fstat(fd).st_size] for segment, fd in self._own.values()]
+    def own_segments(self) -> tuple[list[Tensor], list[list[int]]]:
+        """The own segments, and [segment, fd, number of bytes] of each. Peers can map them as long as the caller keeps
+        the tensors."""
+        # Of a copy, and of those that can be kept: others are being freed, by a collection or another thread.
+        own = [
+            (found, segment, fd) for segment, fd, tensor in list(self._own.values()) if (found := tensor()) is not None
+        ]
+        return [tensor for tensor, *_ in own], [[segment, fd, tensor.nbytes] for tensor, segment, fd in own]
 
     def map_segments(self, process: Process, segments: list[list[int]]) -> None:
         """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment."""
@@ -150,6 +156,13 @@ class SharedMemory:
         """The mapped segments of peers (the peers' own memory, not a copy), and common memory. Own shards are not
         listed: their tensors have storages of their own."""
         return [*self._mapped.values(), *(part for one in self._commons.values() for part in (one.full, one.everyone))]
+
+
+def _forget(own: dict[int, tuple[int, int, weakref.ref[Tensor]]], address: int, segment: int) -> None:
+    """A segment has been freed. Another one may have its address already: torch frees a tensor's memory before the
+    finalizers run, and they may run in another thread."""
+    if address in own and own[address][0] == segment:
+        del own[address]
 
 
 def _label(process: Process, segment: int) -> str:
