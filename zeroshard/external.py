@@ -25,6 +25,7 @@ from zeroshard.model.units import UnitSpec, refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
 from zeroshard.ranks.mesh import Mesh
+from zeroshard.ranks.shared_memory import many_files
 from zeroshard.ready import device_of, expect_same_model
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reduce import Reducer
@@ -91,10 +92,11 @@ class EngineOfParameters(Engine):
         specs = list(_specs(new, is_first=not self.units))
         expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # before any broadcast
         self.collectives.broadcast([parameter.data for parameter in parameters])
-        built = build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units))
-        self._work_with((*self.units, *built), self.pool)
-        claim_parameters(handle, parameters)
-        self.collectives.map_peers()
+        with many_files():
+            built = build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units))
+            self._work_with((*self.units, *built), self.pool)
+            claim_parameters(handle, parameters)
+            self.collectives.map_peers()
 
     def _expect_ready(self, new: dict[str, nn.Parameter]) -> None:
         for name, parameter in new.items():

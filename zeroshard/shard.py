@@ -19,7 +19,7 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import Error, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
@@ -33,6 +33,7 @@ from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.planner import Topology, expect_within, fit_units
 from zeroshard.ranks.common import Common
 from zeroshard.ranks.mesh import Mesh
+from zeroshard.ranks.shared_memory import many_files
 from zeroshard.ready import (
     device_of,
     expect_apart,
@@ -109,15 +110,16 @@ def shard(
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
     chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)
-    handle = Handle(_build_or_undo(chosen, options, collectives), boundaries(options.units, modules))
-    collectives.map_peers()
+    with many_files():
+        handle = Handle(_build_or_undo(chosen, options, collectives), boundaries(options.units, modules))
+        collectives.map_peers()
     name, way = type(model).__name__, collectives.transport.name
     tell(collectives.mesh.world.rank, "%s is sharded: %r, %s transport", name, handle, way)
     return handle
 
 
 def _in_words(error: Exception) -> str:
-    return str(error) if isinstance(error, (ValueError, TypeError, ImportError)) else repr(error)
+    return str(error) if isinstance(error, (Error, ValueError, TypeError, ImportError)) else repr(error)
 
 
 @dataclass(frozen=True)

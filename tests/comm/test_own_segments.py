@@ -1,21 +1,27 @@
-"""Segments of shared memory that are freed at an inconvenient moment: by a collection, or in another thread that had
-the last reference (a profiler that looks at stacks)."""
+"""Files of shared memory: how many are open; and segments that are freed at an inconvenient moment: by a collection, or
+in another thread that had the last reference (a profiler that looks at stacks)."""
 
 from __future__ import annotations
 
 import os
+import resource
 import weakref
 
+import pytest
 import torch
+from torch import nn
 
-from zeroshard.ranks.shared_memory import SharedMemory
+import zeroshard
+from tests.kit import PLANS
+from zeroshard.ranks.shared_memory import SharedMemory, _Own
+from zeroshard.testing import run_ranks
 
 
 def test_a_freed_segment_is_not_taken_for_the_next_one_at_its_address() -> None:
     memory = SharedMemory()
     first, second = memory.allocate(4096), memory.allocate(4096)
     found = memory.locate(second)
-    (of_second,) = (one for one in memory._own.values() if found is not None and one[0] == found.segment)
+    (of_second,) = (one for one in memory._own.values() if found is not None and one.segment == found.segment)
     memory._own[first.data_ptr()] = of_second  # as if it had been mapped there, before the finalizer of the first
     address = first.data_ptr()
     del first
@@ -28,7 +34,7 @@ def test_segments_that_are_listed_for_peers_stay_until_they_have_mapped_them() -
     memory = SharedMemory()
     tensors = [memory.allocate(num_bytes) for num_bytes in (4096, 8192)]
     gone = weakref.ref(torch.empty(1))
-    memory._own[0] = 99, 10**6, gone  # its tensor has died, and its finalizers have not run yet
+    memory._own[0] = _Own(99, 10**6, gone, lambda: None)  # its tensor has died, and its finalizers have not run yet
     kept, rows = memory.own_segments()
     tensors.clear()
     assert [size for _, _, size in rows] == [4096, 8192]
@@ -36,3 +42,32 @@ def test_segments_that_are_listed_for_peers_stay_until_they_have_mapped_them() -
     assert memory.locate(kept[0]) is not None
     kept.clear()
     assert list(memory._own) == [0]
+
+
+def test_no_file_of_a_unit_stays_open_and_a_limit_of_files_is_told() -> None:
+    def check(rank: int) -> None:
+        files = len(os.listdir("/proc/self/fd"))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files + 60, hard))  # fewer than there are units
+        for plan in PLANS:
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80)))
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            assert len(handle.engine.units) == 80 and len(os.listdir("/proc/self/fd")) < files + 40
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files + 60, hard)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            before = [value.clone() for value in handle.full_state_dict().values()]
+            for _ in range(2):
+                optimizer.backward(model(torch.full((2, 4), 1.0 + rank)).sum())
+                optimizer.step()
+            after = list(handle.full_state_dict().values())
+            assert not all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+            handle.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files + 20, files + 20))
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80)))
+        for plan in ("zero1", "zero3"):
+            with pytest.raises(
+                ValueError, match=r"this process has \d+ open files, as many as it may: raise the limit"
+            ):
+                zeroshard.shard(model, plan, units=nn.Linear)
+
+    run_ranks(check, 2)

@@ -48,12 +48,15 @@ def rank_of_three(rank: int, mark: Callable[[], Any]) -> None:
         store_of_test().set("stop", "")
         stop_here("stop")
         wait_until(lambda: False)
+    if rank == 2:
+        current._end = lambda cause: None  # type: ignore[method-assign]
+        store_of_test().set("goes on", "")
     wait_until_stopped()
     if rank == 1:
+        store_of_test().wait(["goes on"])
         Peers.wake = lambda self, *store: None  # type: ignore[method-assign,assignment]  # as on another host
         mark()
         raise ValueError("a fault")
-    current._end = lambda cause: None  # type: ignore[method-assign]
     wait_until(lambda: current._cause is not None)
 
 

@@ -177,4 +177,4 @@ class SharedTransport(PairwiseTransport):
             if process != self.memory.process:
                 self.memory.map_segments(process, segments)
         meet()
-        del kept
+        self.memory.close_files(kept)

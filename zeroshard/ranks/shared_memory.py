@@ -11,11 +11,13 @@ expected label.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import resource
 import secrets
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -51,6 +53,15 @@ class Process:
     identity: int
 
 
+class _Own(NamedTuple):
+    """A segment of this process: its number, its file, the tensor that shows it, and what closes the file."""
+
+    segment: int
+    fd: int
+    tensor: weakref.ref[Tensor]
+    close: Callable[[], object]
+
+
 class SharedMemory:
     """The segments of this process, and the peers' segments that it has mapped.
 
@@ -61,28 +72,34 @@ class SharedMemory:
     def __init__(self, process: Process | None = None) -> None:
         """`process`: this one, as its peers know it already; None: under a new identity."""
         self.process = process or Process(os.getpid(), secrets.randbits(62))
-        self._own: dict[int, tuple[int, int, weakref.ref[Tensor]]] = {}  # address -> segment, fd, tensor
+        self._own: dict[int, _Own] = {}  # by address
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
         self._views: dict[Hashable, Tensor] = {}  # of these bytes, as `peer` has returned them
         # By the address of the own shard. Weak: common memory belongs to the weights that lie in it.
         self._commons: weakref.WeakValueDictionary[int, Common] = weakref.WeakValueDictionary()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 zeros [num_bytes]. Peers can map them as long as the tensor lives."""
+        """uint8 zeros [num_bytes]. Peers can map them as long as the tensor lives, and until `close_files`."""
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         segment, fd = self.create(num_bytes)
         tensor = self.map(segment, fd, num_bytes)
-        # The descriptor must live as long as the tensor: peers open it through /proc when they first need it. A peer's
-        # existing mapping stays valid after the close.
-        weakref.finalize(tensor, os.close, fd)
+        # Peers open the descriptor through /proc when they first need it. Their mappings stay valid after the close.
+        close = weakref.finalize(tensor, os.close, fd)
+        address = tensor.untyped_storage().data_ptr()
+        self._own[address] = self._own[address]._replace(close=close)
         return tensor
 
     def create(self, num_bytes: int) -> tuple[int, int]:
-        """A new file of zeros: (segment, fd)."""
+        """A new file of zeros: (segment, fd).
+
+        Raises:
+            OSError: this process may not open more files.
+        """
         segment = next(_SEGMENTS)
         # Anonymous, not `shm_open`: a name in /dev/shm outlives a process that is killed.
-        fd = os.memfd_create(_label(self.process, segment))
+        with within_file_limit():
+            fd = os.memfd_create(_label(self.process, segment))
         os.ftruncate(fd, num_bytes)
         return segment, fd
 
@@ -90,7 +107,7 @@ class SharedMemory:
         """The file as a tensor, uint8 [num_bytes]. `locate` finds it as long as the tensor lives."""
         tensor = _map(f"/proc/self/fd/{fd}", num_bytes)
         address = tensor.untyped_storage().data_ptr()
-        self._own[address] = segment, fd, weakref.ref(tensor)
+        self._own[address] = _Own(segment, fd, weakref.ref(tensor), lambda: None)
         weakref.finalize(tensor, _forget, self._own, address, segment)
         return tensor
 
@@ -100,8 +117,8 @@ class SharedMemory:
         address = storage.data_ptr()
         if address not in self._own:
             return None
-        segment, fd, _ = self._own[address]
-        return Location(segment, fd, storage.nbytes(), tensor.data_ptr() - address)
+        own = self._own[address]
+        return Location(own.segment, own.fd, storage.nbytes(), tensor.data_ptr() - address)
 
     def peer(self, process: Process, location: Location, like: Tensor) -> Tensor:
         """A peer's bytes at that location, with the shape and dtype of `like`. Callers must only read it.
@@ -125,10 +142,13 @@ class SharedMemory:
         """The own segments, and [segment, fd, number of bytes] of each. Peers can map them as long as the caller keeps
         the tensors."""
         # Of a copy, and of those that can be kept: others are being freed, by a collection or another thread.
-        own = [
-            (found, segment, fd) for segment, fd, tensor in list(self._own.values()) if (found := tensor()) is not None
-        ]
-        return [tensor for tensor, *_ in own], [[segment, fd, tensor.nbytes] for tensor, segment, fd in own]
+        kept = [(tensor, own) for own in list(self._own.values()) if (tensor := own.tensor()) is not None]
+        return [tensor for tensor, _ in kept], [[own.segment, own.fd, tensor.nbytes] for tensor, own in kept]
+
+    def close_files(self, tensors: Sequence[Tensor]) -> None:
+        """All peers have mapped these own segments, and need their files no more. (A process may often have 1,024.)"""
+        for tensor in tensors:
+            self._own[tensor.untyped_storage().data_ptr()].close()
 
     def map_segments(self, process: Process, segments: list[list[int]]) -> None:
         """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment."""
@@ -141,7 +161,7 @@ class SharedMemory:
         Raises:
             OSError: there is no such segment.
         """
-        with opened(process, location) as fd:
+        with opened(process, location) as fd, within_file_limit():
             common = Common(fd, location.num_bytes, own)
         self._commons[common.address] = common
         return common
@@ -158,15 +178,46 @@ class SharedMemory:
         return [*self._mapped.values(), *(part for one in self._commons.values() for part in (one.full, one.everyone))]
 
 
-def _forget(own: dict[int, tuple[int, int, weakref.ref[Tensor]]], address: int, segment: int) -> None:
+def _forget(own: dict[int, _Own], address: int, segment: int) -> None:
     """A segment has been freed. Another one may have its address already: torch frees a tensor's memory before the
     finalizers run, and they may run in another thread."""
-    if address in own and own[address][0] == segment:
+    if address in own and own[address].segment == segment:
         del own[address]
 
 
 def _label(process: Process, segment: int) -> str:
     return f"zeroshard-{process.identity:x}-{segment}"
+
+
+@contextmanager
+def many_files() -> Iterator[None]:
+    """Around the allocation of many segments, up to `close_files`: this process may open as many files as the system
+    allows (often 524,288), and not only as many as are set (often 1,024)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def within_file_limit() -> Iterator[None]:
+    """Around a call that opens a file.
+
+    Raises:
+        OSError: this process may not open more files; the message says what to do.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if os.strerror(errno.EMFILE) not in str(error):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise SystemRefused(
+            f"this process has {most} open files, as many as it may: raise the limit (ulimit -n), or take fewer and "
+            "larger units, whose buffers in shared memory are files"
+        ) from error
 
 
 @contextmanager
@@ -201,7 +252,8 @@ def open_of_peer(pid: int, number: int, name: str, what: str, flags: int) -> int
     # foreign pipe or device has side effects), and again on the opened file (the peer may have closed it in between).
     path = f"/proc/{pid}/fd/{number}"
     _expect(path, name, what)
-    fd = os.open(path, flags | os.O_CLOEXEC)
+    with within_file_limit():
+        fd = os.open(path, flags | os.O_CLOEXEC)
     try:
         _expect(f"/proc/self/fd/{fd}", name, what)
     except OSError:
@@ -239,4 +291,5 @@ class Segment:
 
 def _map(path: str, num_bytes: int) -> Tensor:
     # shared=True: with the default, a private mapping, peers would not see what is written.
-    return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    with within_file_limit():
+        return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
