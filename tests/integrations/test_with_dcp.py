@@ -159,6 +159,36 @@ def helpers_of_torch(rank: int, plan: str) -> None:
     assert same_bits(everything(other_handle, new), before)
 
 
+def begins_anew(rank: int, folder: Path, of_class: Any, **options: Any) -> None:
+    """A folder from before the first step, loaded into an optimizer that has stepped, begins as the class does."""
+    found = []
+    for is_loaded in (False, True):
+        model = new_model(0)
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, of_class, lr=1e-2, **options)
+        dcp.save(stateful(handle, optimizer), checkpoint_id=folder / f"{of_class.__name__}-{is_loaded}")
+        if is_loaded:
+            train(model, optimizer, rank, 0, 1)
+            dcp.load(stateful(handle, optimizer), checkpoint_id=folder / f"{of_class.__name__}-True")
+        train(model, optimizer, rank, 2, 3)
+        names = [name for name, _ in model.named_parameters()]
+        full = handle.full_state_dict(main=True)
+        found.append({name: full[name] for name in names})
+    assert same_bits(*found), of_class
+
+
+def test_a_folder_from_before_the_first_step_leaves_the_first_step_to_the_class(tmp_path: Path) -> None:
+    """The product of momenta of NAdam begins at one, the rate of ASGD at lr, and SGD does not dampen its first step."""
+
+    def check(rank: int) -> None:
+        begins_anew(rank, tmp_path, torch.optim.NAdam)
+        begins_anew(rank, tmp_path, torch.optim.ASGD)
+        begins_anew(rank, tmp_path, torch.optim.SGD, momentum=0.9, dampening=0.5)
+        begins_anew(rank, tmp_path, torch.optim.AdamW)
+
+    run_ranks(check, 2)
+
+
 def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     return {
         f"{name} {key}": torch.as_tensor(v) for name, of_name in state["state"].items() for key, v in of_name.items()

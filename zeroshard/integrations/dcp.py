@@ -30,7 +30,8 @@ def stateful(handle: Handle, optimizer: ShardedOptimizer | None = None) -> dict[
     the values of main. Each rank holds the whole state in the memory of its host while it saves or loads: for models
     too large for that, use `zeroshard.save` with `zeroshard export --format dcp`.
 
-    An optimizer that has not stepped is saved, and asked for, with a state of zeros.
+    An optimizer that has not stepped is saved, and asked for, with a state of zeros. The state of a parameter that is
+    frozen is asked for only if the optimizer has it: unfreeze before the load what is trained later.
 
     Args:
         handle: of the model.
@@ -80,8 +81,10 @@ class _Optimizer(Stateful):
         return {**found, "state": {name: of_name for name, of_name in state.items() if of_name}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Collective. A parameter whose state was blank starts with none, as if it had not been saved: a class may have
+        numbers that do not start at zero, or do something else in its first step."""
         number = {name: index for index, name in enumerate(self._names())}
-        state = {number[name]: of_name for name, of_name in state_dict["state"].items()}
+        state = {number[name]: one for name, one in state_dict["state"].items() if not _is_blank(one)}
         groups = [
             {**group, "params": [number[name] for name in group["params"]]} for group in state_dict["param_groups"]
         ]
@@ -115,3 +118,9 @@ def _blank_state(make: Callable[..., torch.optim.Optimizer], options: Options, l
         if isinstance(value, Tensor) and value.dim() == 0:
             value.zero_()
     return state
+
+
+def _is_blank(state: dict[str, Any]) -> bool:
+    """Whether it is that of a parameter that has not been stepped: it counts no step, or all of it is zero."""
+    values = [state["step"]] if "step" in state else list(state.values())
+    return not any(value.any() if isinstance(value, Tensor) else value for value in values)
