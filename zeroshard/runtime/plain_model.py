@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,12 +120,43 @@ class PlainModel:
 
     def state(self) -> dict[str, Any]:
         """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`; and what modules return
-        from `get_extra_state()`, and hooks of theirs have added."""
+        from `get_extra_state()`, and hooks of theirs have added.
+
+        Raises:
+            RuntimeError: a `state_dict()` of the model's own does not take `keep_vars=True`.
+        """
+        try:
+            return self._listed(self.module.state_dict)
+        except TypeError as error:
+            if "keep_vars" not in str(error):
+                raise
+            raise InvalidState(
+                f"state_dict() of this {type(self.module).__name__} does not take keep_vars=True, by which names of "
+                "parameters are found: write `def state_dict(self, *args, **kwargs)` and pass both on, or call "
+                "model.state_dict() inside `with handle.unsharded():`"
+            ) from error
+
+    def _listed(self, state_dict: Callable[..., Any]) -> dict[str, Any]:
         self.is_read = True
         try:
-            return {plain_name(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
+            return {plain_name(name): value for name, value in state_dict(keep_vars=True).items()}
         finally:
             self.is_read = False
+
+    def _objects(self) -> dict[str, Any]:
+        """The `state` for a checkpoint, which has everything. Where a `state_dict()` of the model's own or a hook has a
+        copy, it is the parameter or buffer itself; where that cannot be called, or puts dicts into each other, the
+        names are those of `nn.Module`."""
+        try:
+            found = self.state()
+        except Exception:  # of the model's own; if it has none, torch's raises it again
+            found = {"": {}}
+        if any(isinstance(value, Mapping) for value in found.values()):
+            found = self._listed(partial(nn.Module.state_dict, self.module))
+        module = self.module
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        own = {plain_name(name): value for name, value in named}
+        return {name: own.get(name, value) for name, value in found.items()}
 
     def extra_states(self) -> dict[str, nn.Module]:
         """Name in the `state_dict()` -> module, for modules that have a `get_extra_state()`. Their values go back by
@@ -146,7 +178,7 @@ class PlainModel:
         if self._model is None:
             return {}
         sharded = {id(parameter) for unit in units for parameter in unit.parameters}
-        found = {name: value for name, value in self.state().items() if id(value) not in sharded and value is not None}
+        found = {name: one for name, one in self._objects().items() if id(one) not in sharded and one is not None}
         for name, value in found.items():
             if not isinstance(value, Tensor):
                 raise InvalidValue(
@@ -161,7 +193,7 @@ class PlainModel:
         if self._model is None:
             return {}
         first = names_by_id(units)
-        return {name: first[id(v)] for name, v in self.state().items() if first.get(id(v), name) != name}
+        return {name: first[id(v)] for name, v in self._objects().items() if first.get(id(v), name) != name}
 
 
 def names_by_id(units: Sequence[Unit]) -> dict[int, str]:
