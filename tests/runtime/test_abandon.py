@@ -166,6 +166,8 @@ def test_what_becomes_of_the_values() -> None:
                 replaced.norm()
             with pytest.raises(RuntimeError, match="are lost"):
                 model(torch.zeros(1, 2, dtype=torch.long))
+            with pytest.raises(ValueError, match=r"^shard: untyped_storage: the values of parameter .* are lost"):
+                zeroshard.shard(model, plan)
             assert "its values are lost" in repr(replaced) and replaced.shape == before["head.weight"].shape
         for begin_parked in (True, False):
             model, handle, _ = begin("zero1")
