@@ -158,6 +158,19 @@ def discard_between_micro_batches(run: Run) -> None:
         run.optimizer.step()
 
 
+def discard_what_is_not_reduced_yet(run: Run) -> None:
+    """A module discards its gradients in forward (flair's `self.rnn.zero_grad()`). The step left out what the next
+    micro-batch gave for them, in silence: the parameters were not trained."""
+    for step in range(2):
+        run.optimizer.zero_grad()
+        with nullcontext() if run.handle is None else run.handle.no_sync():
+            run.loss(2 * step).backward()
+        run.model[0].weight.grad = None
+        run.loss(2 * step + 1).backward()
+        assert all(p.grad is not None for p in run.model.parameters())
+        run.optimizer.step()
+
+
 def set_by_hand(run: Run) -> None:
     """A step without any backward, as in pipelines with delayed weight gradients."""
     for step in range(3):
@@ -262,6 +275,7 @@ LOOPS: list[Callable[[Run], None]] = [
     gradients_of_their_own,
     failed_gradients_of_their_own,
     a_failed_backward,
+    discard_what_is_not_reduced_yet,
 ]
 
 

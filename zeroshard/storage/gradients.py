@@ -195,7 +195,8 @@ class Gradients:
 
     def _fill_with_nothing(self) -> None:
         """Slots without a gradient on this rank still hold old values of the bucket, which would be added to the
-        sum."""
+        sum. All that is summed waits for a step then, also what had been discarded before this backward."""
+        self.waiting = set(self.summed)
         for index in self.stale if self.buffer.rests_in_full else self.stale & self.summed:
             self.buffer.clear(index)
         self.stale.clear()
