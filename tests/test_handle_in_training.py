@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,16 +180,15 @@ def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
 # Life -----------------------------------------------------------------------------------------------------------------
 
 
-def shared_blocks() -> int:
-    """Bytes of zeroshard's memory files (memfd) that are backed by pages."""
-    total = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if "memfd:zeroshard" in os.readlink(f"/proc/self/fd/{fd}"):
-                total += os.stat(f"/proc/self/fd/{fd}").st_blocks * 512
-        except OSError:
-            pass
-    return total
+def shared_pages() -> int:
+    """Bytes of zeroshard's memory files (memfd), of this rank and its peers, that this process has in its memory."""
+    of_files, name = {}, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in (words := line.split())[0]:
+            name = words[4] if "memfd:zeroshard" in line else ""  # the inode: a file may be mapped twice
+        elif name and words[0] == "Rss:":
+            of_files[name] = max(of_files.get(name, 0), int(words[1]) * 1024)
+    return sum(of_files.values())
 
 
 class Large(Net):
@@ -211,7 +211,7 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(rank: int
             for at in range(2):
                 steps(model, optimizer, rank, range(at, at + 1))
                 handle.engine.gatherer.settle()
-                before, held = handle.memory(), shared_blocks()
+                before, held = handle.memory(), shared_pages()
                 handle.park()
                 parked = handle.memory()
                 for kind in ("grads", "ring", "buckets", "scratch"):
@@ -219,7 +219,7 @@ def test_a_parked_model_holds_its_shards_alone_and_goes_on_bit_for_bit(rank: int
                 itemsize = 4 if precision == "fp32" else 2
                 assert parked["weights"] == sum(unit.layout.shard_numel * itemsize for unit in handle.engine.units)
                 assert parked["main"] == before["main"] and parked["state"] == before["state"]
-                assert shared_blocks() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
+                assert shared_pages() < held - 0.4 * (before["grads"] + before["buckets"])  # the pages are gone
                 assert all(map(is_absent, model.parameters()))
                 for call in (partial(loss_of_tokens, model, rank, 0, 0), optimizer.step, handle.full_state_dict):
                     with pytest.raises(RuntimeError, match=r"parked; call unpark\(\) first"):
@@ -373,7 +373,7 @@ def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.Monke
 def counted() -> tuple[int, int, int]:
     gc.collect()
     tensors = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
-    return tensors, len(os.listdir("/proc/self/fd")), shared_blocks()
+    return tensors, len(os.listdir("/proc/self/fd")), shared_pages()
 
 
 @pytest.mark.by_cpu
@@ -407,9 +407,9 @@ def test_many_lives_leave_nothing_behind() -> None:
 def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
     """The negative control of the test above."""
     before = counted()
-    kept = start("zero1")  # under ZERO3 shards lie side by side, and need no descriptor
+    kept = start("zero1")
     after = counted()
-    assert all(a > b for a, b in zip(after, before, strict=True))
+    assert after[0] > before[0] and after[2] > before[2]  # its files have been closed
     del kept
 
 

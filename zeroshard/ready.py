@@ -141,7 +141,7 @@ def _taken(parameter: nn.Parameter) -> str:
     """Which handle has the parameter, in words; "" if none. (Words, as an error that held the handle would keep it
     alive.)"""
     other = handle_of(parameter)
-    if other is None:
+    if other is None or other.engine.life.is_over:  # over: of a shard() that was interrupted
         return ""
     if other.plan.external_gradients:
         return (

@@ -5,7 +5,7 @@ The model keeps its class, its names and its `nn.Parameter` objects; only their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -111,7 +111,7 @@ def shard(
     chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)
     with many_files():
-        handle = Handle(_build_or_undo(chosen, options, collectives), boundaries(options.units, modules))
+        handle = _build_or_undo(chosen, options, collectives, boundaries(options.units, modules))
         collectives.map_peers()
     name, way = type(model).__name__, collectives.transport.name
     tell(collectives.mesh.world.rank, "%s is sharded: %r, %s transport", name, handle, way)
@@ -213,8 +213,9 @@ class _Built:
     engine: Engine | None = None
 
 
-def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives) -> Engine:
-    """Build the engine. If any rank fails, all ranks raise, and all models are restored."""
+def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives, asked: Hashable) -> Handle:
+    """Build the engine and its handle (`asked`: its boundaries). If any rank fails, all ranks raise, and all models are
+    restored."""
     commons = _lay_side_by_side(chosen, collectives)
     if chosen.on_meta:
         move(chosen.model, META, collectives.device)
@@ -224,7 +225,13 @@ def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives)
     build = partial(_build, chosen, options, collectives, built, commons)
     try:  # `patient`, as some ranks may read files much more slowly than others
         together(collectives, "shard", build, words=_in_words, patient=True)
-    except ValueError as error:
+        assert built.engine is not None
+        return Handle(built.engine, asked)
+    except BaseException as error:
+        # An interrupt, in a notebook: its model is sharded again. (Nobody would tell peers of it.)
+        is_interrupt = not isinstance(error, Exception) and collectives.mesh.world.size == 1
+        if not isinstance(error, ValueError) and not is_interrupt:
+            raise
         if built.engine is not None:
             built.engine.release()
         for parameter, data in placeholders:
@@ -236,8 +243,6 @@ def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives)
                 f"The parameters of these units have their values again, but rounded to the dtype of main: {rounded}"
             )
         raise
-    assert built.engine is not None
-    return built.engine
 
 
 def _lay_side_by_side(chosen: _Chosen, collectives: Collectives) -> list[Common | None]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
@@ -87,16 +88,20 @@ class Around:
     ) -> None:
         """`is_whole`: the module is the whole model."""
         self.before, self.after = before, after
-        self._handles = (
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
-            module.register_forward_hook(after, always_call=True, with_kwargs=True),
-        )
-        self.first, self.last = (handle.id for handle in self._handles)
         self.of_before: Any = module._forward_pre_hooks
         self.of_after: Any = module._forward_hooks
+        self._handles: list[RemovableHandle] = []
         self._module = weakref.ref(module)  # its hooks own this
         self._call = _call_that_ends(module, after, is_whole=is_whole)
+
+    def attach(self) -> None:
+        """Register the hooks. (Apart from `__init__`: if it is interrupted, `remove` removes those that are there.)"""
+        module = self._module()
+        assert module is not None, "it is being sharded"
+        self._handles.append(module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True))
+        # `always_call` (pytorch/pytorch#104278): else an exception in forward leaves the unit shown and in use.
+        self._handles.append(module.register_forward_hook(self.after, always_call=True, with_kwargs=True))
+        self.first, self.last = (handle.id for handle in self._handles)
         vars(module)[_CALL] = self._call
 
     def take_off(self) -> None:

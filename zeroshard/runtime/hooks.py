@@ -70,18 +70,16 @@ class Hooks(NotCopied):
         # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
         # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
-        self._removers += [hooks.remove for hooks in _around_lookers(self.schedule, modules, self._needs)]
-        around = {
-            module: Around(
-                module,
-                # `begin` is not stored here, as its object may own this schedule.
-                _before(self.schedule, needed, begin if module is model else None),
-                _after(self.schedule, needed),
-                is_whole=module is model,
-            )
-            for module, needed in self._needs.items()
-        }
-        self._removers += [hooks.remove for hooks in around.values()]
+        for hooks in _around_lookers(self.schedule, modules, self._needs):
+            self._removers.append(hooks.remove)
+            hooks.attach()
+        around = dict[nn.Module, Around]()
+        for module, needed in self._needs.items():
+            # `begin` is not stored here, as its object may own this schedule.
+            before = _before(self.schedule, needed, begin if module is model else None)
+            around[module] = Around(module, before, _after(self.schedule, needed), is_whole=module is model)
+            self._removers.append(around[module].remove)
+            around[module].attach()
         self._first = [hooks for module, hooks in around.items() if module is not model]
         for path, module in modules.items():
             if module not in around:
@@ -272,12 +270,14 @@ def _hook_parameter(
         parameter.requires_grad_(True)
     hooks = parameter._post_accumulate_grad_hooks
     earlier = list(hooks or ())
-    yield parameter.register_post_accumulate_grad_hook(_on_gradient(schedule, unit, index)).remove  # type: ignore[no-untyped-call]
-    for number in earlier:  # of the user, from before shard(): they run after this one, as later ones do
-        hooks[number] = hooks.pop(number)
-    yield parameter.register_hook(_before_gradient(schedule, unit, parameter)).remove  # type: ignore[no-untyped-call]
-    if frozen:
-        parameter.requires_grad_(False)
+    try:
+        yield parameter.register_post_accumulate_grad_hook(_on_gradient(schedule, unit, index)).remove  # type: ignore[no-untyped-call]
+        for number in earlier:  # of the user, from before shard(): they run after this one, as later ones do
+            hooks[number] = hooks.pop(number)
+        yield parameter.register_hook(_before_gradient(schedule, unit, parameter)).remove  # type: ignore[no-untyped-call]
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
     # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
     if unit.spec.widens_gradients:
         parameter.grad_dtype = unit.spec.precision.grad

@@ -338,13 +338,13 @@ class Schedule(NotCopied):
         whether it had added to gradients of earlier ones, which are discarded, too."""
         if self._backward is None or in_backward():
             return False
-        accumulated, self._backward, self.accumulates = self.accumulates, None, False
         self.running.end_backward()
         self._forget()
         with torch.no_grad():
-            adds = accumulated and self.reducer.abandon_backward()  # else gradients of earlier ones stay
+            adds = self.accumulates and self.reducer.abandon_backward()  # else gradients of earlier ones stay
         self._read_again.clear()
         self.gatherer.end_backward(has_raised=True)
+        self._backward, self.accumulates = None, False  # last: if this is interrupted, the next call does it again
         return adds
 
     def _forget(self) -> None:
@@ -367,10 +367,10 @@ class Schedule(NotCopied):
     @called_by_torch
     def _end_backward(self) -> None:
         self.gatherer.collectives.come()
-        backward, self._backward = self._backward, None
-        self.running.end_backward()
-        _forget_autocasts(self.gatherer.collectives.device)
         try:
+            backward, self._backward = self._backward, None
+            self.running.end_backward()
+            _forget_autocasts(self.gatherer.collectives.device)
             with torch.no_grad():
                 self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
             self._forget()
@@ -380,11 +380,11 @@ class Schedule(NotCopied):
             self.gatherer.end_backward()
             if self.accumulates:
                 self.reducer.show()
+            self.accumulates = False
+            self._show_what_is_read_again()
         except BaseException:
             self._backward = backward  # as one that has raised before its end: it is abandoned
             raise
-        self.accumulates = False
-        self._show_what_is_read_again()
 
 
 def refuse_inside_of_backward(what: str) -> NoReturn:

@@ -105,10 +105,9 @@ class Unit:
         return self.spec.trainable
 
     @torch.no_grad()
-    def fill(self) -> None:
-        """Copy the parameters' values into main (exactly) and weights (rounded); then show the parameters if the
-        weights rest in full, else hide them."""
-        self.write_slots(self.parameters)
+    def take_over(self) -> None:
+        """Main has the parameters' values (exactly): copy them into the weights (rounded), and show the parameters if
+        these rest in full, else hide them."""
         if self.weights.buffer.rests_in_full:
             for view, parameter in zip(self.weights.buffer.views(), self.parameters, strict=True):
                 self.main.round_into(view, parameter.detach())
@@ -229,10 +228,14 @@ def build_units(
     first: int = 0,
     commons: Sequence[Common | None] = (),
 ) -> Iterator[Unit]:
-    """Allocate and fill the units, one after the other; the first one gets the index `first`. `commons`: see `Unit`."""
+    """Allocate and fill the units, one after the other; the first one gets the index `first`. `commons`: see `Unit`.
+    A unit is yielded when its main has the parameters' values, and they have them, too."""
     for index, (spec, common) in enumerate(zip_longest(specs, commons), start=first):
         unit = Unit(index, spec, [parameters[name] for name in reversed(spec.names)], plan, collectives, common)
         if fill:
-            # Frees the storages that the parameters had, before the next unit is allocated: keep no reference to them.
-            unit.fill()
+            with torch.no_grad():
+                unit.write_slots(unit.parameters)
         yield unit
+        if fill:
+            # Frees the storages that the parameters had, before the next unit is allocated: keep no reference to them.
+            unit.take_over()

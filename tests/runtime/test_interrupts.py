@@ -1,0 +1,118 @@
+"""A KeyboardInterrupt (a notebook's "stop") in the middle of a call: what its next cells do has the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import PLANS, same_bits
+from tests.together import in_turn, on_ranks
+from zeroshard import handle as of_handle
+from zeroshard.runtime import calls, hooks, schedule
+from zeroshard.storage.unit import Unit
+from zeroshard.testing import run_ranks
+
+WIDTH = 6
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    model[1][0].weight.requires_grad_(False)
+    return model
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    return model(torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))).float().square().mean()
+
+
+def train(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer) -> dict[str, Tensor]:
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(handle.model, step).backward()
+        optimizer.step()
+    return handle.full_state_dict(main=True)
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int = 1) -> None:
+    """Call number `number` of this function is interrupted before it begins."""
+    method, count = getattr(owner, name), [0]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == number:
+            raise KeyboardInterrupt
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, interrupted)
+
+
+IN_SHARD: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a unit is made": lambda patch: interrupt(patch, Unit, "write_slots", 2),
+    "its parameters are given up": lambda patch: interrupt(patch, Unit, "take_over", 2),
+    "casts are there": lambda patch: interrupt(patch, hooks, "_around_lookers"),
+    "some modules have hooks": lambda patch: interrupt(patch, calls.Around, "attach", 3),
+    "a module has one of two hooks": lambda patch: interrupt(patch, nn.Module, "register_forward_hook", 6),
+    "a frozen parameter has hooks": lambda patch: interrupt(patch, hooks, "_before_gradient", 4),
+    "all is there": lambda patch: interrupt(patch, of_handle, "claim_parameters"),
+}
+
+
+def test_after_an_interrupt_in_shard_the_model_is_as_before() -> None:
+    """It had values that were rounded to 16 bits, or hooks of a handle that nobody had: the next `shard` trained from
+    other weights, or the forwards after it raised."""
+
+    def check(rank: int, plan: Any, precision: str) -> None:
+        def shard(model: nn.Module) -> zeroshard.Handle:
+            mixed = {"0.*": precision, "*": "fp32"}
+            return zeroshard.shard(model, plan, units=nn.Linear, precision=mixed)
+
+        plain = make()
+        handle = shard(make())
+        expected = train(handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1))
+        for place, begin in IN_SHARD.items():
+            model = make()
+            with pytest.MonkeyPatch.context() as patch:
+                begin(patch)
+                with pytest.raises(KeyboardInterrupt):
+                    shard(model)
+            assert same_bits(dict(model.state_dict()), dict(plain.state_dict())), place
+            assert torch.equal(loss_of(model, 0), loss_of(plain, 0)), place
+            trained = [parameter.requires_grad for parameter in model.parameters()]
+            assert trained == [parameter.requires_grad for parameter in plain.parameters()], place
+            handle = shard(model)
+            found = train(handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1))
+            assert same_bits(found, expected), place
+
+    run_ranks(in_turn(check, [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "bf16")]), 1)
+
+
+@on_ranks(2)
+def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(rank: int) -> None:
+    """The engine took that backward for one that had ended: the next one raised that a unit ran in several reentrant
+    checkpoints. Nor does it matter if `zero_grad` is interrupted while it discards them."""
+
+    def check(rank: int, plan: Any) -> None:
+        results = []
+        for interrupted in (False, True):
+            handle = zeroshard.shard(make(), plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+            train(handle, optimizer)
+            if interrupted:
+                with pytest.MonkeyPatch.context() as patch:
+                    interrupt(patch, schedule, "_forget_autocasts")
+                    with pytest.raises(KeyboardInterrupt):
+                        loss_of(handle.model, 7).backward()
+                with pytest.MonkeyPatch.context() as patch:
+                    interrupt(patch, handle.engine.hooks.schedule.reducer, "abandon_backward")
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.zero_grad()
+            results.append(train(handle, optimizer))
+        assert same_bits(*results)
+
+    in_turn(check, PLANS)(rank)
