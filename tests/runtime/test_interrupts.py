@@ -92,8 +92,9 @@ def test_after_an_interrupt_in_shard_the_model_is_as_before() -> None:
     run_ranks(in_turn(check, [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "bf16")]), 1)
 
 
-@on_ranks(2)
-def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(rank: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks("ranks")
+def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(rank: int, ranks: int) -> None:
     """The engine took that backward for one that had ended: the next one raised that a unit ran in several reentrant
     checkpoints. Nor does it matter if `zero_grad` is interrupted while it discards them."""
 
