@@ -44,6 +44,7 @@ def test_segments_that_are_listed_for_peers_stay_until_they_have_mapped_them() -
     assert list(memory._own) == [0]
 
 
+@pytest.mark.by_gloo  # other transports have no files
 def test_no_file_of_a_unit_stays_open_and_a_limit_of_files_is_told() -> None:
     def check(rank: int) -> None:
         files = len(os.listdir("/proc/self/fd"))
