@@ -11,9 +11,6 @@ from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.comm.together import tell_together, together
 from zeroshard.ranks.common import Common
 
-AT_ONCE = 64
-"""So many files are open at once."""
-
 
 def lay_side_by_side(
     collectives: Collectives, sizes: Sequence[int], what: str, words: Callable[[Exception], str]
@@ -28,18 +25,6 @@ def lay_side_by_side(
     is_possible = transport.has_common_shards(axis.size, collectives.device.type)
     if not isinstance(transport, SharedTransport) or not is_possible:
         return [None] * len(sizes)
-    parts = [sizes[start : start + AT_ONCE] for start in range(0, len(sizes), AT_ONCE)]
-    return [common for part in parts for common in _lay(transport, collectives, part, what, words)]
-
-
-def _lay(
-    transport: SharedTransport,
-    collectives: Collectives,
-    sizes: Sequence[int],
-    what: str,
-    words: Callable[[Exception], str],
-) -> list[Common | None]:
-    axis = collectives.mesh.shard
     # Descriptors are closed when all ranks have mapped the segments, or one of them has failed.
     with ExitStack() as descriptors:
 

@@ -266,9 +266,11 @@ def scaling_optimizer(
     def found() -> dict[int, ShardedOptimizer]:
         return {id(one.handle): one for one in optimizers() if one.scaling.default is not None}
 
-    if len(found()) > 1:
-        gc.collect()  # a model that the program has dropped may still be in a cycle of references
     scaled = found()
+    if len(scaled) > 1:
+        scaled.clear()
+        gc.collect()  # a model that the program has dropped may still be in a cycle of references
+        scaled = found()
     if len(scaled) > 1:
         raise InvalidState(f"{call}: several models have a loss scale, and a loss does not say whose it is: {instead}")
     return next(iter(scaled.values()), None)
