@@ -138,3 +138,13 @@ def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -
         return [*map(str, found), chosen]
 
     assert run_ranks(run, 1) == [["cpu", "cpu", "cuda:3", "cuda:3", [3]]]
+
+
+def test_ranks_that_have_to_be_killed_are_shown() -> None:
+    """Nothing else tells what they wait for."""
+
+    def waits_here(rank: int) -> None:
+        time.sleep(100.0)
+
+    with pytest.raises(TimeoutError, match=r"(?s)rank 0 has been killed here:.*in waits_here.*rank 1 .*in waits_here"):
+        run_ranks(waits_here, 2, timeout=0.5)

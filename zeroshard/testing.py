@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import importlib
 import io
@@ -31,6 +32,13 @@ from zeroshard.failures import watch
 
 BACKEND = "gloo"
 """The backend of the groups that `run_ranks` makes."""
+
+
+_SHOW_STACKS: int | None = getattr(signal, "SIGRTMAX", None)
+"""At this signal a rank writes where each of its threads is; None where the system has no such signals."""
+
+
+_STACKS_SECONDS = 1.0
 
 
 class RankError(Error, RuntimeError):
@@ -98,6 +106,9 @@ def _rank_main(
     os.register_at_fork(after_in_child=done.close)  # else a DataLoader worker would keep the pipe open
     gc.freeze()  # a garbage collection would write to the parent's pages, and copy them
     try:
+        stacks = (folder / f"stacks-{rank}").open("w")
+        if _SHOW_STACKS is not None:
+            faulthandler.register(_SHOW_STACKS, stacks)
         _never_take_a_core_from_another_rank()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         store = FileStore(str(folder / "store"), world_size)
@@ -110,9 +121,11 @@ def _rank_main(
     except BaseException:
         _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode())
     finally:
-        watch.stop()
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(status)
+        try:
+            watch.stop()
+            sys.stdout.flush(), sys.stderr.flush()
+        finally:  # a rank must never go on in the caller's program
+            os._exit(status)
 
 
 def _leave_together(all_done: IO[str], done: IO[str]) -> None:
@@ -173,14 +186,32 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
                 if os.WIFSIGNALED(status):
                     text = f"killed by signal {os.WTERMSIG(status)}".encode()
                     _write(folder / f"error-{rank}-{time.monotonic_ns()}", text)
+    stacks = _stacks_of(running, folder)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     errors = sorted(folder.glob("error-*"), key=lambda path: int(path.name.split("-")[2]))
     if errors:
-        raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text())
+        raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text() + stacks)
     if running:
-        raise TookTooLong(f"ranks {sorted(running.values())} were still running at the timeout and have been killed")
+        ranks = sorted(running.values())
+        raise TookTooLong(f"ranks {ranks} were still running at the timeout and have been killed{stacks}")
+
+
+def _stacks_of(running: dict[int, int], folder: Path) -> str:
+    """Where the threads of these ranks are, for a message. (A rank that a signal has stopped does not tell.)"""
+    files = {rank: folder / f"stacks-{rank}" for rank in sorted(running.values())}
+    if _SHOW_STACKS is None:
+        return ""
+    for pid in running:
+        os.kill(pid, _SHOW_STACKS)
+    end = time.monotonic() + _STACKS_SECONDS
+    while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
+        time.sleep(0.01)
+    if running:
+        time.sleep(0.1)  # a file has the first thread by now
+    found = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+    return "".join(f"\nrank {rank} has been killed here:\n{text}" for rank, text in found.items() if text)
 
 
 def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:

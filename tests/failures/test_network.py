@@ -152,22 +152,34 @@ def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:
 def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:
     answering, beats = threading.Event(), []
 
-    def beat(store: Any) -> None:
-        beats.append(time.monotonic())
-        answering.wait()
+    class Store:
+        def get(self, key: str) -> bytes:
+            beats.append(time.monotonic())
+            answering.wait()
+            return key.encode()
 
-    line = StoreLine(HashStore(), beat, 0.05)
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset")
+
+    line: StoreLine = StoreLine(Store(), lambda store: store.get("a"), 0.05)  # type: ignore[arg-type]
     wait_until(lambda: beats)
     start = time.monotonic()
     with pytest.raises(Silent, match="has not answered for"):
-        line.ask(lambda store: store.set("a", "1"), 0.1)
+        line.ask(lambda store: store.get("b"), 0.1)
     assert line.silent_for() > 0.05 and time.monotonic() - start < AT_ONCE
     answering.set()
-    assert line.ask(lambda store: store.get("a"), AT_ONCE) == b"1"
+    assert line.ask(lambda store: store.get("a"), AT_ONCE) == b"a"
     assert not line.gone and line.silent_for() < AT_ONCE
 
+    def faulty(store: Any) -> None:
+        raise RuntimeError("not of the store")
+
+    with pytest.raises(RuntimeError, match="not of the store"):
+        line.ask(faulty, AT_ONCE)
+    assert not line.gone
+
     def broken(store: Any) -> None:
-        raise RuntimeError("connection reset")
+        store.set("a", "b")
 
     with pytest.raises(Silent, match="is gone"):
         line.ask(broken, AT_ONCE)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from zeroshard.errors import TookTooLong
-from zeroshard.failures.bell import Bell, Pauses, connection_of_its_own
+from zeroshard.failures.bell import Bell, Pauses, can_wait, connection_of_its_own
 from zeroshard.failures.blame import GIVING_UP, OUTSIDE
 from zeroshard.failures.found import has_one_launcher, without_prefixes
 from zeroshard.failures.heartbeat import BEAT_SECONDS, Due, Heartbeats
@@ -223,6 +223,8 @@ class Watch:
         """
         if self._cause is not None:
             raise LostPeer.because(self._cause)
+        if self.line.gone:
+            raise LostPeer(self._on_silence(), None, [])
         if any(self._peers.seen(rank).silent_seconds > self._heart.pace.timeout for rank in ranks):
             raise self.what_happened()
 
@@ -253,17 +255,23 @@ class Watch:
     def _beat(self, store: Store) -> None:
         """One round: write the heartbeats that are due, and look for a failure."""
         self.beats += 1
+        try:
+            beat = self._here()
+        except Exception:  # a fault of ours, which must not look like the end of this rank
+            traceback.print_exc()
+            beat = Beat(self.beats, OUTSIDE, None)
+        if self._heart.round(store, beat, self._peers.neighbours) is not Due.NOTHING:
+            self._peers.decide_who_looks(store, is_stuck=beat.position is not None)
+        self._look_for_death(store)
+        if self._cause is None and beat.position is not None and self._peers.looks:
+            self._announce_found(store, self._peers.deadlock(store, beat.position, beat.where))
+
+    def _here(self) -> Beat:
+        """Where this rank is now."""
         position = HERE.position(sys._current_frames().get(threading.main_thread().ident or 0))
-        at = where_it_trains()
-        is_stuck = position is not None
         # Whoever waits for this rank then waits in vain, however long the save takes.
         left = HERE.counts() if (saves := only_saves()) else None
-        beat = Beat(self.beats, GIVING_UP if self._reported else at, position, left, saves)
-        if self._heart.round(store, beat, self._peers.neighbours) is not Due.NOTHING:
-            self._peers.decide_who_looks(store, is_stuck=is_stuck)
-        self._look_for_death(store)
-        if self._cause is None and position is not None and self._peers.looks:
-            self._announce_found(store, self._peers.deadlock(store, position, at))
+        return Beat(self.beats, GIVING_UP if self._reported else where_it_trains(), position, left, saves)
 
     def _look_for_death(self, store: Store) -> None:
         self._peers.find_neighbours(store)
@@ -375,8 +383,10 @@ class Watch:
 
     def _on_silence(self) -> str:
         store = f"the store of the process group{_address(self.of_store)}"
-        if self.line.gone:
+        if self.line.gone and can_wait(self.of_store):
             return f"{store} has closed its connections: {_HOLDER_ENDED}"
+        if self.line.gone:
+            return f"{store} has failed: {self.line.error}"
         why = self._peers.why_silent(self.of_store)
         return f"{store} has not answered for {self.line.silent_for():.0f} s: {why}"
 

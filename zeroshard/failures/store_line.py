@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import Store
 
@@ -32,22 +32,27 @@ class Closed(Silent):
 
 
 class Attended:
-    """The calls of another thread than that of the `StoreLine` to a store, which has the methods of that store. Each
-    waits for the answer; the line's `silent_for` tells since when.
+    """The calls of one thread to a store, which has the methods of that store. Each waits for the answer; the
+    `silent_for` of the `StoreLine` tells since when.
 
     Attributes:
         asked: start of the call that is open.
+        error: what the store has raised last.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.asked: float | None = None
+        self.error: RuntimeError | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self.asked = time.monotonic()
             try:
                 return getattr(self._store, name)(*arguments)
+            except RuntimeError as error:
+                self.error = error
+                raise
             finally:
                 self.asked = None
 
@@ -56,17 +61,17 @@ class Attended:
 
 class StoreLine:
     """Attributes:
-    gone: the store has closed the connection.
+    gone: a call to the store has failed, as it has closed the connection, for example.
     """
 
     def __init__(self, store: Store, beat: Callable[[Store], None], beat_seconds: float) -> None:
         """`beat` is called on the thread every `beat_seconds`, until `close`."""
         self.gone = False
-        self._store, self._beat, self._beat_seconds = store, beat, beat_seconds
+        self._beat, self._beat_seconds = beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._last: Callable[[Store], Any] | None = None
-        self._asked: float | None = None  # start of the call that is open
         self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
+        self._store = self.attend(store)
         # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
         self._thread.start()
@@ -98,8 +103,13 @@ class StoreLine:
 
     def silent_for(self) -> float:
         """Seconds since the oldest call that the store has not answered yet; 0 if no call is open."""
-        asked = [asked for asked in (self._asked, *(one.asked for one in list(self._attended))) if asked is not None]
+        asked = [asked for one in list(self._attended) if (asked := one.asked) is not None]
         return time.monotonic() - min(asked) if asked else 0.0
+
+    @property
+    def error(self) -> str:
+        """What the store has raised, if it is `gone`."""
+        return str(self._store.error)
 
     def close(self, last: Callable[[Store], Any], patience: float) -> None:
         """Run `last(store)`, after which there is neither a beat nor another job, and end the thread.
@@ -134,12 +144,12 @@ class StoreLine:
                 return
 
     def _do(self, job: Callable[[Store], T]) -> T:
-        self._asked = time.monotonic()
         try:
-            return job(self._store)
+            return job(cast(Store, self._store))
         except RuntimeError as error:
-            # DistNetworkError, DistStoreError, ...: what a store raises when its connection is closed.
+            # DistNetworkError, DistStoreError, ...: what a store raises when its connection is closed. Any other error
+            # of this class is a fault of the job, and says nothing about the store.
+            if error is not self._store.error:
+                raise
             self.gone = True
             raise Closed("the store of the process group is gone") from error
-        finally:
-            self._asked = None
