@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.messages import Announcement, Messages
-from zeroshard.failures.positions import Wait
+from zeroshard.failures.positions import ON_WATCH, Wait
 from zeroshard.ranks.pipes import is_by_pipe
 
 
@@ -129,6 +130,14 @@ class Pending:
         self._owner.messages.keep(self._acknowledgements)
         announced = self._announced
         waits = [] if announced is None or all(map(is_by_pipe, announced.works)) else [announced.arrive]
-        for wait in [*waits, *(work.wait for work in self._works if not is_by_pipe(work))]:
-            with suppress(RuntimeError):
-                wait()
+        waits += [work.wait for work in self._works if not is_by_pipe(work)]
+        if waits and ON_WATCH.here:  # garbage collection runs in any thread
+            threading.Thread(target=_wait_for_all, args=(waits,), name="zeroshard waits", daemon=True).start()
+        else:
+            _wait_for_all(waits)
+
+
+def _wait_for_all(waits: Sequence[Callable[[], object]]) -> None:
+    for wait in waits:
+        with suppress(RuntimeError):
+            wait()

@@ -19,6 +19,7 @@ from torch.distributed import DistNetworkError
 
 from zeroshard.errors import TookTooLong
 from zeroshard.failures.found import holder_of, without_prefixes
+from zeroshard.failures.positions import ON_WATCH
 from zeroshard.failures.store_line import Closed
 
 _WITHOUT_END = timedelta(days=20)
@@ -162,6 +163,7 @@ class Bell:
         self._thread.join(patience)
 
     def _run(self) -> None:
+        ON_WATCH.here = True
         try:
             while not self._closed.is_set():
                 if self._comes():

@@ -171,6 +171,16 @@ HERE = Here()
 """One per process: all handles count here."""
 
 
+class _OnWatch(threading.local):
+    """`here`: whether this thread is one of the watch. It must wait for no other rank: while it does, it sends no
+    heartbeat."""
+
+    here = False
+
+
+ON_WATCH = _OnWatch()
+
+
 def knot(positions: Mapping[int, Position], left: Mapping[int, Mapping[str, int]]) -> list[int]:
     """The ranks of a deadlock, sorted: ranks that wait for each other in a circle, or a rank and the rank that it waits
     for and that has left. Empty if no deadlock is certain.

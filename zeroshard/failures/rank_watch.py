@@ -26,7 +26,7 @@ from zeroshard.failures.heartbeat import BEAT_SECONDS, Due, Heartbeats
 from zeroshard.failures.lost import LostPeer, handled_error, in_one_line, is_of_others, own_error
 from zeroshard.failures.notices import Beat, Cause, Notices
 from zeroshard.failures.peers import Peers
-from zeroshard.failures.positions import HERE
+from zeroshard.failures.positions import HERE, ON_WATCH
 from zeroshard.failures.processes import Who
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
 from zeroshard.failures.whereabouts import only_saves, waits_in_vain, where
@@ -287,7 +287,7 @@ class Watch:
     # The guard -------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_noted = False
+        is_noted, ON_WATCH.here = False, True
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 from torch._C._distributed_c10d import Store
 
 from zeroshard.errors import Error
+from zeroshard.failures.positions import ON_WATCH
 
 T = TypeVar("T")
 
@@ -122,6 +123,7 @@ class StoreLine:
         self._thread.join(patience)
 
     def _run(self) -> None:
+        ON_WATCH.here = True
         next_beat = time.monotonic() + self._beat_seconds
         while not self.gone:
             entry = None
