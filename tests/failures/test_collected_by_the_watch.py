@@ -1,4 +1,4 @@
-"""Python collects garbage in any thread, also in those of the watch, and what is collected may have to be waited for."""
+"""Python collects garbage in any thread, also in those of the watch. What is collected may have to be waited for."""
 
 from __future__ import annotations
 
