@@ -148,3 +148,15 @@ def test_ranks_that_have_to_be_killed_are_shown() -> None:
 
     with pytest.raises(TimeoutError, match=r"(?s)rank 0 has been killed here:.*in waits_here.*rank 1 .*in waits_here"):
         run_ranks(waits_here, 2, timeout=0.5)
+
+
+def test_a_rank_that_ends_without_a_result_is_named() -> None:
+    """It was told by the name of a missing file."""
+
+    def ends(rank: int) -> None:
+        if rank == 1:
+            os._exit(0)
+
+    with pytest.raises(RankError, match="ended with status 0, without a result or an error") as found:
+        run_ranks(ends, 2)
+    assert found.value.rank == 1

@@ -181,11 +181,16 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
     while running and (ended := _wait_for_one(running, deadline)):
         for pid, status in ended.items():
             rank = running.pop(pid)
-            if status:
+            text = f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else ""
+            if not text and not (folder / f"result-{rank}").exists() and not any(folder.glob(f"error-{rank}-*")):
+                text = (
+                    f"ended with status {os.waitstatus_to_exitcode(status)}, without a result or an error: it called "
+                    "os._exit, or could not write a file"
+                )
+            if text:
+                _write(folder / f"error-{rank}-{time.monotonic_ns()}", text.encode())
+            if status or text:
                 deadline = min(deadline, time.monotonic() + 5.0)
-                if os.WIFSIGNALED(status):
-                    text = f"killed by signal {os.WTERMSIG(status)}".encode()
-                    _write(folder / f"error-{rank}-{time.monotonic_ns()}", text)
     stacks = _stacks_of(running, folder)
     for pid in running:
         os.kill(pid, signal.SIGKILL)

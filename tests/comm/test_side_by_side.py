@@ -5,6 +5,7 @@ Under ZERO3 each rank once copied the shards of all ranks into a buffer of its o
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -20,13 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import NUM_RANKS, Block, Net, State, loss_of_tokens, make, same_bits
+from tests import kit
+from tests.kit import NUM_RANKS, Block, Job, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.errors import InvalidState
 from zeroshard.planner import plan_memory
 from zeroshard.ranks import common as common_module
 from zeroshard.ranks.common import Common
+from zeroshard.ranks.mesh import Mesh
 from zeroshard.ranks.shared_memory import Location, SharedMemory
 from zeroshard.storage.unit import Unit
 from zeroshard.testing import run_ranks
@@ -423,3 +427,19 @@ def test_a_rank_that_cannot_map_makes_all_ranks_raise_and_nothing_is_left(fails:
         assert same_bits(values(handle), before)
 
     run_ranks(check, 2)
+
+
+def test_a_rank_that_may_not_make_shared_memory_exchanges_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a sandbox that forbids it. `shard` raised on that rank, and the others waited for it."""
+
+    def check(rank: int, is_allowed: bool) -> Any:
+        def forbidden(name: str) -> int:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        if rank == 1 and not is_allowed:
+            monkeypatch.setattr(os, "memfd_create", forbidden)
+        assert Collectives(Mesh.of(None), CommLog()).transport.reads_peers == is_allowed
+        return kit.train(Job(steps=2), zeroshard.ZERO3, rank).weights
+
+    by_messages, shared = run_ranks(check, 2, False), run_ranks(check, 2, True)
+    assert all(same_bits(a, b) for a, b in zip(by_messages, shared, strict=True))

@@ -6,7 +6,6 @@ are taken in the same order as in `pairwise_transport.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +49,6 @@ class SharedTransport(PairwiseTransport):
         Args:
             exchange: gathers a JSON-able value of every rank, in rank order.
         """
-        if not hasattr(os, "memfd_create"):  # only Linux has it
-            return None
         known = connected(world.group)
         if known is not None:  # another mesh of the same group has made the trial already
             messages.pipes = known

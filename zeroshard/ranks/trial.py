@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeroshard.errors import SystemRefused
 from zeroshard.ranks.backends import timeout_of
 from zeroshard.ranks.pipes import Card, Pipes
-from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
+from zeroshard.ranks.shared_memory import NOWHERE, Location, Process, SharedMemory
 
 _CONNECTED: weakref.WeakKeyDictionary[Any, Pipes] = weakref.WeakKeyDictionary()
 """The pipes of each group whose ranks share memory."""
@@ -24,19 +25,33 @@ class Probe:
     identity, every peer that finds it there writes its own beside it, and the owner checks that all have."""
 
     def __init__(self, shared: SharedMemory, rank: int, num_ranks: int) -> None:
+        """
+        Raises:
+            SystemRefused: this process may not open more files.
+        """
         self._shared, self._rank = shared, rank
-        self._segment = shared.allocate(8 * num_ranks)
+        self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
+        try:
+            self._segment = shared.allocate(8 * num_ranks)
+        except SystemRefused:
+            raise
+        except (OSError, AttributeError):  # the system has no such memory, or a sandbox forbids it: nobody finds it
+            pass
         self._slots = self._segment.view(torch.int64)
-        self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process
+        if self._slots.numel():
+            self._slots[rank] = shared.process.identity  # a peer that finds another number has mapped a wrong process
 
     def card(self) -> list[int]:
         """What a peer needs to find the segment: [pid, identity, *location]."""
-        location = self._shared.locate(self._slots)
+        location = self._shared.locate(self._slots) if self._slots.numel() else NOWHERE
         assert location is not None
         return [*astuple(self._shared.process), *location]
 
     def answer(self, cards: Sequence[list[int]]) -> bool:
-        """Write the own identity into the segment of each peer. False if a peer's segment cannot be found."""
+        """Write the own identity into the segment of each peer. False if a segment cannot be found, or there is none
+        of this rank."""
+        if not self._slots.numel():
+            return False
         for rank, (pid, identity, *location) in enumerate(cards):
             if rank != self._rank:
                 try:
