@@ -222,18 +222,20 @@ def _stacks_of(running: dict[int, int], folder: Path) -> str:
 def _wait_for_one(pids: Iterable[int], deadline: float) -> dict[int, int]:
     """pid -> wait status, as soon as at least one has ended; empty at the deadline. Reaps only these processes."""
     with ExitStack() as stack:
-        poller = select.poll()
-        for pid in pids if hasattr(os, "pidfd_open") else ():
-            file = os.pidfd_open(pid)
-            stack.callback(os.close, file)
-            poller.register(file, select.POLLIN)
+        poller, is_told = select.poll(), False
+        with suppress(OSError, AttributeError):  # there is none before Linux 5.3, and a sandbox may forbid it
+            for pid in pids:
+                file = os.pidfd_open(pid)
+                stack.callback(os.close, file)
+                poller.register(file, select.POLLIN)
+            is_told = True
         while True:
             ended = {pid: status for pid in pids for done, status in [os.waitpid(pid, os.WNOHANG)] if done}
             left = deadline - time.monotonic()
             if ended or left <= 0:
                 return ended
             # Not a busy loop: polling every few milliseconds would preempt a rank, which may hold a lock of gloo.
-            poller.poll(1000 * min(left, 60) if hasattr(os, "pidfd_open") else 10)
+            poller.poll(1000 * min(left, 60) if is_told else 10)
 
 
 def expect_same_logs(logs: Sequence[CommLog]) -> None:
