@@ -3,6 +3,7 @@ both directions."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import pickle
@@ -36,7 +37,42 @@ from zeroshard.testing import run_ranks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 
-_once = once("lightning", "zeroshard.integrations.lightning")
+_once = once(
+    "lightning",
+    "zeroshard.integrations.lightning",
+    "pytorch_lightning",
+    "zeroshard.integrations.pytorch_lightning",
+)
+
+LIBRARIES = {
+    "lightning": ("lightning.pytorch", "lightning.fabric"),
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+}
+_used = {"package": "lightning"}
+"""The package that the loops of this file use. Ranks are forked, and use it too."""
+
+
+@pytest.fixture(params=LIBRARIES)
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Lets the test run with each of the two packages that Lightning is published as."""
+    pytest.importorskip(request.param)
+    monkeypatch.setitem(_used, "package", request.param)
+    return str(request.param)
+
+
+def pytorch() -> Any:
+    """The package's module with the Trainer."""
+    return importlib.import_module(LIBRARIES[_used["package"]][0])
+
+
+def fabrics() -> Any:
+    """The package's module with Fabric."""
+    return importlib.import_module(LIBRARIES[_used["package"]][1])
+
+
+def ours() -> Any:
+    """Our module for the package."""
+    return importlib.import_module(f"zeroshard.integrations.{_used['package']}")
 
 
 def launched(rank: int, num_ranks: int) -> None:
@@ -55,9 +91,7 @@ def in_plain_names(state: State) -> State:
 
 
 def module_of(build: Any = Net) -> Any:
-    import lightning
-
-    class Module(lightning.LightningModule):
+    class Module(pytorch().LightningModule):
         """Keeps the loss of every micro-batch."""
 
         def __init__(self) -> None:
@@ -83,8 +117,6 @@ def module_of(build: Any = Net) -> Any:
 
 
 def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
-    import lightning
-
     usual = {
         "max_steps": STEPS,
         "accumulate_grad_batches": MICRO_BATCHES,
@@ -95,7 +127,7 @@ def trainer(folder: Path, strategy: Any, num_ranks: int, **options: Any) -> Any:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return lightning.Trainer(
+    return pytorch().Trainer(
         accelerator="cpu", devices=num_ranks, strategy=strategy, default_root_dir=folder, **{**usual, **options}
     )
 
@@ -110,16 +142,14 @@ def loader(rank: int, num_ranks: int, first: int = 0, data: Any = None) -> Any:
 
 def twice(folder: Path) -> Any:
     """Saves after half of the steps, and at the end."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    return ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)
+    return pytorch().callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)
 
 
-def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(either: str, tmp_path: Path) -> None:
     """A run that is resumed under another plan has the bits of one without interruption. (`fabric_loop` is in fp32.)"""
-    pytest.importorskip("lightning")
     from zeroshard.integrations import Sharding
-    from zeroshard.integrations.lightning import ShardedStrategy
+
+    ShardedStrategy = ours().ShardedStrategy
 
     def check(rank: int) -> None:
         launched(rank, 2)
@@ -194,7 +224,6 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
 def manual(rank: int, folder: Path) -> None:
     """A LightningModule with manual optimization and a loss scale: a step that overflows is skipped."""
     from zeroshard.integrations import Sharding
-    from zeroshard.integrations.lightning import ShardedStrategy
 
     module = module_of()
     module.automatic_optimization = False
@@ -212,20 +241,17 @@ def manual(rank: int, folder: Path) -> None:
     module.training_step = training_step
     sharding = Sharding("zero2", units=Block, precision="fp16", loss_scale="dynamic")
     options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_steps": 3}
-    trainer(folder, ShardedStrategy(sharding), 2, **options).fit(module, loader(rank, 2))
+    trainer(folder, ours().ShardedStrategy(sharding), 2, **options).fit(module, loader(rank, 2))
     assert seen == [True, False, True]
 
 
 def fabric_loop(rank: int, folder: Path) -> None:
-    import lightning
-
     from zeroshard.integrations import Sharding
-    from zeroshard.integrations.lightning import FabricStrategy
 
     losses, weights = plain_loop(rank, 2, strided)
     for begin, plan in ((0, "zero3"), (HALF, "zero1")):
-        strategy = FabricStrategy(Sharding(plan, units=Block))
-        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        strategy = ours().FabricStrategy(Sharding(plan, units=Block))
+        fabric = fabrics().Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         plain = make(Net)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
@@ -257,9 +283,7 @@ def fabric_loop(rank: int, folder: Path) -> None:
         assert same_bits(handle_of_model(plain).full_state_dict(), weights)
 
 
-def test_loops_of_the_user_with_lightning(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-
+def test_loops_of_the_user_with_lightning(either: str, tmp_path: Path) -> None:
     def check(rank: int) -> None:
         launched(rank, 2)
         fabric_loop(rank, tmp_path)
@@ -286,11 +310,10 @@ def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -
     run_ranks(check, 1)
 
 
-def test_ranks_that_lightning_forks_give_the_weights_back(tmp_path: Path) -> None:
+def test_ranks_that_lightning_forks_give_the_weights_back(either: str, tmp_path: Path) -> None:
     """The launcher takes the module's state dict when all is done, and the parent process loads it. Strategies can be
     pickled, so that ranks can be spawned, too."""
-    pytest.importorskip("lightning")
-    from zeroshard.integrations.lightning import FabricStrategy, ShardedStrategy
+    FabricStrategy, ShardedStrategy = ours().FabricStrategy, ours().ShardedStrategy
 
     def check(rank: int) -> None:
         launched(rank, 2)
@@ -467,10 +490,8 @@ def fit_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
 
 
 def fabric_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
-    import lightning
-
     launched(rank, 2)
-    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="zeroshard_zero3")
+    fabric = fabrics().Fabric(accelerator="cpu", devices=2, strategy="zeroshard_zero3")
     fabric.launch()
     model = make(Net)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1e-2))
@@ -483,10 +504,51 @@ def fabric_with_a_fault(rank: int, fault: Fault, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [fit_with_a_fault, fabric_with_a_fault])
-def test_one_rank_of_lightning_fails_and_all_leave_in_seconds(run: Any, tmp_path: Path) -> None:
+def test_one_rank_of_lightning_fails_and_all_leave_in_seconds(either: str, run: Any, tmp_path: Path) -> None:
     """The failed rank's teardown must not wait for the other ranks. Fabric has none: by default it has one fault."""
-    pytest.importorskip("lightning")
-    import zeroshard.integrations.lightning  # noqa: F401  registers the names of strategies
-
-    kinds = FAULTS if EVERYTHING or run is fit_with_a_fault else FAULTS[:1]
+    ours()  # registers the names of strategies
+    kinds = FAULTS if EVERYTHING or (run is fit_with_a_fault and either == "lightning") else FAULTS[:1]
     expect_faults_to_end_all(run, tmp_path, kinds=kinds)
+
+
+def test_a_checkpoint_of_one_package_is_loaded_with_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as without a change of the package, in both directions."""
+    for package in LIBRARIES:
+        pytest.importorskip(package)
+
+    def weights(package: str, strategy: str, steps: int, rank: int, **options: Any) -> State:
+        monkeypatch.setitem(_used, "package", package)
+        ours()
+        run, module = trainer(tmp_path, strategy, 2, accumulate_grad_batches=1, max_steps=steps), module_of()
+        run.fit(module, loader(rank, 2), **options)
+        run.save_checkpoint(tmp_path / f"{package}-{strategy}-{steps}.ckpt")
+        return in_plain_names(run.strategy.handle.full_state_dict())
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        before = [weights(package, "zeroshard_zero3", 2, rank) for package in LIBRARIES]
+        resumed = [
+            weights(package, "zeroshard_zero1", 4, rank, ckpt_path=path, weights_only=False)
+            for path in (tmp_path / f"{of}-zeroshard_zero3-2.ckpt" for of in LIBRARIES)
+            for package in LIBRARIES
+        ]
+        assert same_bits(*before) and not same_bits(before[0], resumed[0])
+        assert all(same_bits(resumed[0], other) for other in resumed[1:])
+
+    run_ranks(check, 2)
+
+
+def test_a_strategy_for_the_other_package_is_refused_with_what_to_write() -> None:
+    """Lightning's own error shows the object."""
+    for package in LIBRARIES:
+        pytest.importorskip(package)
+    from zeroshard.integrations import lightning as one
+    from zeroshard.integrations import pytorch_lightning as other
+
+    for mine, strange in ((one, other), (other, one)):
+        right = f"is {mine.__name__}.ShardedStrategy>".replace(".", r"\.")
+        with pytest.raises(ValueError, match=right):
+            mine.ShardedStrategy.library.Trainer(strategy=strange.ShardedStrategy("zero1"), accelerator="cpu")
+        right = f"is {mine.__name__}.FabricStrategy>".replace(".", r"\.")
+        with pytest.raises(ValueError, match=right):
+            mine.FabricStrategy.library.Fabric(strategy=strange.FabricStrategy("zero1"), accelerator="cpu")

@@ -13,7 +13,7 @@ NEEDED = {
     "accelerate": "accelerate",
     "transformers": "transformers",
     "lightning": "lightning",
-    "fabric": "lightning",
+    "pytorch_lightning": "pytorch_lightning",
 }
 
 
@@ -25,14 +25,15 @@ def hide(*names: str) -> None:
 def test_a_library_that_is_missing_is_named_with_the_line_that_installs_it() -> None:
     def check(rank: int) -> None:
         for module, library in NEEDED.items():
-            hide(
-                "zeroshard.integrations.accelerate", f"zeroshard.integrations.{module}", "zeroshard.integrations.fabric"
-            )
+            hide("zeroshard.integrations.accelerate", f"zeroshard.integrations.{module}")
             hidden = [one for one in sys.modules if one.partition(".")[0] == library]
             with pytest.MonkeyPatch.context() as patch:
                 for name in [*hidden, library]:  # as if it were not installed
                     patch.setitem(sys.modules, name, None)
-                with pytest.raises(ModuleNotFoundError, match=rf"pip install 'zeroshard\[{library}\]'"):
+                extra = library.removeprefix("pytorch_")
+                with pytest.raises(
+                    ModuleNotFoundError, match=rf"needs {library} .* pip install 'zeroshard\[{extra}\]'"
+                ):
                     importlib.import_module(f"zeroshard.integrations.{module}")
 
     pytest.importorskip("accelerate")  # the Trainer's integration is built on it

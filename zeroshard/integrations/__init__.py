@@ -1,4 +1,5 @@
-"""zeroshard in the training loops of other libraries: `accelerate`, `transformers`, `lightning`.
+"""zeroshard in the training loops of other libraries: `accelerate`, `transformers`, `lightning`,
+`pytorch_lightning`.
 
 The module of that name imports the library; this package itself imports none of them."""
 
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroshard.integrations.sharding import Sharding as Sharding
 
-_IMPORTED_WHEN_ASKED_FOR = ("accelerate", "dcp", "lightning", "transformers")
+_IMPORTED_WHEN_ASKED_FOR = ("accelerate", "dcp", "lightning", "pytorch_lightning", "transformers")
 
 if not TYPE_CHECKING:  # so that type checkers still find misspelt names
 

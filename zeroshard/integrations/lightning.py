@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: a sharded LightningModule in Lightning's Trainer. Importing this file registers the names:
+"""zeroshard in Lightning's Trainer and Fabric, of the package `lightning`. Importing this file registers the names:
 
 import zeroshard.integrations.lightning
 trainer = Trainer(strategy="zeroshard_zero3", devices=8)      # and Fabric(strategy="zeroshard_zero3")
@@ -6,43 +6,36 @@ trainer = Trainer(strategy="zeroshard_zero3", devices=8)      # and Fabric(strat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
-
-from torch import Tensor
-
-from zeroshard.comm.joining import init
-from zeroshard.handle import Handle
-from zeroshard.integrations.fabric import NAMES, expect_no_ddp_options, in_precision_of, load_into
-from zeroshard.integrations.fabric import FabricStrategy as FabricStrategy
-from zeroshard.integrations.sharding import (
-    Sharding,
-    expect_handle_of,
-    handle_of_model,
-    in_own_names,
-    is_movable,
-    needing,
-    scaled_by,
-    trained_state,
-)
-from zeroshard.optimizer import ShardedOptimizer
-from zeroshard.placement import Plan
+from zeroshard.integrations.fabric_strategy import InFabric
+from zeroshard.integrations.sharding import needing
+from zeroshard.integrations.trainer_strategy import EnginePrecision, ForkedRanks, InTrainer
 
 with needing("lightning", "lightning"):
-    from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-    from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-    from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_OF_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-_PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+    import lightning.fabric as fabric
+    import lightning.pytorch as pytorch
 
 
-class ShardedStrategy(DDPStrategy):
+class FabricStrategy(InFabric, fabric.strategies.DDPStrategy):
+    """`Fabric(strategy="zeroshard_zero3")`, or `Fabric(strategy=FabricStrategy(Sharding(plan="zero3", units=Block)))`.
+    `fabric.setup` shards the model in place, and takes over its optimizers.
+
+    Args:
+        sharding: a `Sharding`, a plan, or a dict of the fields of `Sharding`.
+        kwargs: those of Lightning's `DDPStrategy` that control how processes start and find each other.
+    """
+
+    library = fabric
+
+
+class _Precision(EnginePrecision, pytorch.plugins.precision.Precision):
+    library = pytorch
+
+
+class _Launcher(ForkedRanks, pytorch.strategies.launchers._MultiProcessingLauncher):
+    pass
+
+
+class ShardedStrategy(InTrainer, pytorch.strategies.DDPStrategy):
     """`Trainer(strategy=ShardedStrategy(Sharding(plan="zero3", units=Block)))`, or by a registered name.
 
     The LightningModule is sharded in place after `configure_model` and `configure_optimizers`, and stays sharded after
@@ -53,176 +46,8 @@ class ShardedStrategy(DDPStrategy):
         kwargs: those of Lightning's `DDPStrategy` that control how processes start and find each other.
     """
 
-    optimizers: list[Any]
-
-    def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
-        self.sharding = Sharding.of(sharding)
-        super().__init__(**kwargs)
-        expect_no_ddp_options({**self._ddp_kwargs, **{name: kwargs[name] for name in _OF_DDP if name in kwargs}})
-
-    @property
-    def handle(self) -> Handle:
-        """The handle of the LightningModule.
-
-        Raises:
-            ValueError: it is not sharded yet.
-        """
-        return expect_handle_of(self.lightning_module, "trainer.fit(model), or validate or test,")
-
-    @property
-    def precision_plugin(self) -> Precision:
-        """The requested precision, for other code of Lightning to read; the engine does the casts."""
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        self.sharding = in_precision_of(self.sharding, plugin, _PLAIN)
-        self._precision_plugin = None if plugin is None else _Precision(plugin.precision)
-
-    # Setting up, and down ----------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        init()
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        launcher: Any = self.launcher
-        if isinstance(launcher, _MultiProcessingLauncher):
-            self._launcher = _Launcher(self, launcher._start_method)
-
-    def setup(self, trainer: Any) -> None:
-        """Configure the optimizers over the plain module, shard it, and take the optimizers over. Collective."""
-        self.accelerator.setup(trainer)
-        is_fit, module = trainer.state.fn == TrainerFn.FITTING, self.lightning_module
-        if is_fit and self._layer_sync and handle_of_model(module) is None:
-            self.model = module = self._layer_sync.apply(module)
-        if is_movable(module):
-            self.model_to_device()
-        self.optimizers = []
-        if is_fit:
-            self.setup_optimizers(trainer)
-        is_new = handle_of_model(module) is None
-        handle = self.sharding.shard(module)
-        if is_new:
-            for name in _STEPS[0 if module.automatic_optimization else 1 :]:  # a manual training_step contains steps
-                if is_overridden(name, module):
-                    handle.register_forward_method(module, name)
-        self.optimizers = [
-            one if isinstance(one, _MockOptimizer) else self.sharding.take_over(one) for one in self.optimizers
-        ]
-        self.setup_precision_plugin()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Abandon the handle, so that this rank does not wait for other ranks any more."""
-        handle = handle_of_model(self.lightning_module) if self.lightning_module is not None else None
-        if handle is not None:
-            handle.abandon()
-
-    def teardown(self) -> None:
-        """Tear down, without moving the module to the CPU as Lightning would."""
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-
-    # The loop ----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """A block in which backward passes only accumulate."""
-        with self.handle.no_sync():
-            yield
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """A step. Where Lightning passes over the data without backward (to average the statistics of batch norms), it
-        steps once all the same, and is to do nothing: a plain optimizer applies the last gradients again."""
-        if self.lightning_module.trainer.fit_loop._skip_backward:
-            optimizer.zero_grad()
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """If there is no optimizer, nobody has used the gradients of the last step, and they end here."""
-        without = not any(map(_inner, self.optimizers))
-        if without and self.lightning_module.automatic_optimization and self.handle.engine.has_gradients(reduced=True):
-            self.lightning_module.zero_grad()
-
-    # Checkpoints: Lightning's own files, which rank 0 writes and every strategy can load --------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint waits for `setup`: there must be memory for its values. (Lightning forgets the argument
-        `weights_only` then.)"""
-        module = self.lightning_module
-        return handle_of_model(module) is None and any(parameter.is_meta for parameter in module.parameters())
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state dict of the plain module, on rank 0 only. Collective."""
-        handle = handle_of_model(self.lightning_module)
-        if handle is None:
-            return dict(super().lightning_module_state_dict())
-        return in_own_names(self.lightning_module, trained_state(handle))
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        handle = handle_of_model(self.lightning_module)
-        if handle is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            load_into(handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
-        inner = _inner(optimizer)
-        return {} if inner is None else inner.state_dict(rank0_only=True, device="cpu")
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            if (inner := _inner(optimizer)) is not None:
-                inner.load_state_dict(state if self.is_global_zero else None, broadcast_from_rank0=True)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, plan in NAMES.items():
-            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
+    library, of_precision, of_launcher = pytorch, _Precision, _Launcher
 
 
-class _Launcher(_MultiProcessingLauncher):
-    """Forks or spawns the ranks (`start_method=`), as in a notebook."""
-
-    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        """The state dict of the module goes back to the parent process, so the module must be plain. Collective."""
-        handle = handle_of_model(trainer.lightning_module)
-        if handle is not None:
-            handle.close(device="cpu")
-        return super()._collect_rank_zero_results(trainer, results)
-
-
-class _Precision(Precision):
-    """A precision plugin that casts nothing (the engine does), and clips and scales through the optimizer."""
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
-
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """The module's own `backward` of the loss, scaled if there is a loss scale. A loss belongs to all optimizers
-        of the module."""
-        inner = [one for optimizer in model.trainer.strategy.optimizers if (one := _inner(optimizer)) is not None]
-        with scaled_by(next((one for one in inner if one.scaling.default), None), tensor, args, kwargs) as scaled:
-            super().backward(scaled, model, optimizer, *args, **kwargs)
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        if (inner := _inner(optimizer)) is not None:
-            inner.clip_grad_norm_(float(clip_val))
-
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        if (inner := _inner(optimizer)) is not None:
-            inner.clip_grad_value_(float(clip_val))
-
-
-def _inner(optimizer: Any) -> ShardedOptimizer | None:
-    """None: what Lightning uses if `configure_optimizers` returns None."""
-    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    return inner if isinstance(inner, ShardedOptimizer) else None
-
-
-ShardedStrategy.register_strategies(StrategyRegistry)
+FabricStrategy.register_strategies(fabric.strategies.STRATEGY_REGISTRY)
+ShardedStrategy.register_strategies(pytorch.strategies.StrategyRegistry)

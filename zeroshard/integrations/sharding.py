@@ -296,7 +296,7 @@ def needing(package: str, extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise NotInstalled(
-            f"zeroshard.integrations.{extra} needs {package} ({error.name} is missing): pip install "
+            f"zeroshard.integrations.{package} needs {package} ({error.name} is missing): pip install "
             f"'zeroshard[{extra}]'",
             name=error.name,
         ) from error

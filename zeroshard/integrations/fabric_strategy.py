@@ -1,4 +1,5 @@
-"""`FabricStrategy`: sharded models in Lightning's Fabric; and the common parts of both strategies for Lightning."""
+"""Sharded models in Lightning's Fabric, of the package `lightning` or `lightning_fabric`; and the common parts of all
+strategies for Lightning."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from zeroshard.integrations.sharding import (
     handle_of_model,
     in_own_names,
     is_movable,
-    needing,
     scaled_by,
     scaling_optimizer,
     trained_state,
@@ -31,24 +31,36 @@ from zeroshard.loss_scale import DynamicScale
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
 
-with needing("lightning", "lightning"):
-    from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-    from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
-
-PLAIN = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 NAMES = {"zeroshard": "zero3", **{f"zeroshard_{plan}": plan for plan in ("ddp", "zero1", "zero2", "zero3")}}
 """Names of strategies -> plan."""
 
 
-class FabricStrategy(DDPStrategy):
-    """`Fabric(strategy="zeroshard_zero3")`, or `Fabric(strategy=FabricStrategy(Sharding(plan="zero3", units=Block)))`.
-    `fabric.setup` shards the model in place, and takes over its optimizers.
+_PLAIN = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_OTHER = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
+_Strategy: Any = object  # to type checkers it has all that a strategy of Lightning has
 
-    Args:
-        sharding: a `Sharding`, a plan, or a dict of the fields of `Sharding`.
-        kwargs: those of Lightning's `DDPStrategy` that control how processes start and find each other.
-    """
+
+class ForEitherPackage(_Strategy):
+    """What strategies for the Trainer and for Fabric share. It comes before a `DDPStrategy` of a package."""
+
+    library: ClassVar[Any]
+    """The package's module for the Trainer or for Fabric."""
+
+    def __repr__(self) -> str:
+        """(Lightning shows it when it refuses the object: one that was made for the other package.)"""
+        own, name = self.library.__name__, "FabricStrategy" if isinstance(self, InFabric) else "ShardedStrategy"
+        other = {**_OTHER, **{value: key for key, value in _OTHER.items()}}[own]
+        module = "lightning" if other in _OTHER else "pytorch_lightning"
+        return f"<{type(self).__name__} for {own}; the one for {other} is zeroshard.integrations.{module}.{name}>"
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, plan in NAMES.items():
+            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
+
+
+class InFabric(ForEitherPackage):
+    """A `DDPStrategy` of Fabric that shards."""
 
     def __init__(self, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any) -> None:
         self.sharding = Sharding.of(sharding)
@@ -58,14 +70,17 @@ class FabricStrategy(DDPStrategy):
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> Any:
         """The requested precision, for other code of Lightning to read; the engine does the casts."""
         return super().precision
 
     @precision.setter
-    def precision(self, precision: Precision | None) -> None:
-        self.sharding = in_precision_of(self.sharding, precision, PLAIN)
-        self._precision = None if precision is None else _Named(precision.precision)
+    def precision(self, precision: Any) -> None:
+        self.sharding = in_precision_of(self.sharding, precision, self.library)
+        self._precision = None
+        if precision is not None:
+            self._precision = self.library.plugins.precision.Precision()
+            self._precision.precision = precision.precision
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -140,11 +155,6 @@ class FabricStrategy(DDPStrategy):
         """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
         return optimizer.state_dict(rank0_only=True, device="cpu")
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, plan in NAMES.items():
-            strategy_registry.register(name, cls, description=f"zeroshard, plan {plan}", override=True, sharding=plan)
-
 
 class _Called(nn.Module):
     """Another object than the module, and nothing else. Fabric then sends methods that are marked as forward methods
@@ -162,16 +172,9 @@ def _plain(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, _Called) else module
 
 
-class _NoSync(_BackwardSyncControl):
+class _NoSync:
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return expect_handle_of(module, "fabric.setup(model)").no_sync() if enabled else nullcontext()
-
-
-class _Named(Precision):
-    """A precision plugin with a name and without effect: the engine does all casts."""
-
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
 
 
 def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
@@ -186,12 +189,13 @@ def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
         )
 
 
-def in_precision_of(sharding: Sharding, plugin: Any, known: tuple[type, ...]) -> Sharding:
+def in_precision_of(sharding: Sharding, plugin: Any, library: Any) -> Sharding:
     """The sharding with the precision (and loss scale) of Lightning's plugin, which is not used itself.
 
     Raises:
         ValueError: a plugin that is not supported; or both the plugin and `sharding` set a precision.
     """
+    known = [getattr(library.plugins.precision, name) for name in _PLAIN]
     if plugin is None or (type(plugin) in known and plugin.precision == "32-true"):
         return sharding
     if type(plugin) not in known:
@@ -223,6 +227,3 @@ def _output_of(plugin: Any) -> torch.dtype | None:
 def load_into(handle: Handle, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:
     """Load rank 0's state into the shards of all ranks. Collective."""
     handle.load_full_state_dict(dict(state) if is_first else None, strict=strict, broadcast_from_rank0=True)
-
-
-FabricStrategy.register_strategies(STRATEGY_REGISTRY)
