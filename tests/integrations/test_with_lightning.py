@@ -3,6 +3,7 @@ both directions."""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import os
@@ -312,7 +313,7 @@ def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -
 
 def test_ranks_that_lightning_forks_give_the_weights_back(either: str, tmp_path: Path) -> None:
     """The launcher takes the module's state dict when all is done, and the parent process loads it. Strategies can be
-    pickled, so that ranks can be spawned, too."""
+    pickled, so that ranks can be spawned, too; one that has been used, as without the module (darts saves it so)."""
     FabricStrategy, ShardedStrategy = ours().FabricStrategy, ours().ShardedStrategy
 
     def check(rank: int) -> None:
@@ -322,6 +323,8 @@ def test_ranks_that_lightning_forks_give_the_weights_back(either: str, tmp_path:
         run, module = trainer(tmp_path, ShardedStrategy("zero3"), 2, max_steps=1), module_of()
         run.fit(module, loader(rank, 2))
         weights = run.strategy.handle.full_state_dict()
+        for twin in (pickle.loads(pickle.dumps(run.strategy)), copy.deepcopy(run.strategy)):
+            assert twin.sharding == run.strategy.sharding and twin.lightning_module is None and not twin.optimizers
         run.strategy._start_method = "fork"
         run.strategy._configure_launcher()
         result = run.strategy.launcher._collect_rank_zero_results(run, None)

@@ -43,6 +43,15 @@ class InTrainer(ForEitherPackage):
         super().__init__(**kwargs)
         expect_no_ddp_options({**self._ddp_kwargs, **{name: kwargs[name] for name in _OF_DDP if name in kwargs}})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied or pickled (programs keep the strategy with their settings): without a module that is sharded,
+        and its optimizers, which cannot be."""
+        state = dict(vars(self))
+        if self._lightning_module is not None and handle_of_model(self._lightning_module) is not None:
+            state.update(_lightning_module=None, _model=None, _launcher=None, _optimizers=[], _lightning_optimizers=[])
+            state["lr_scheduler_configs"] = []
+        return state
+
     @property
     def handle(self) -> Handle:
         """The handle of the LightningModule.
