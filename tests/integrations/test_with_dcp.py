@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 import zeroshard
 from tests.exchange.test_exchange_dcp import full_of_fsdp, groups, loss, new_model, with_fsdp
 from tests.kit import same_bits
+from zeroshard.exchange import import_dcp
 from zeroshard.integrations.dcp import stateful
 from zeroshard.testing import run_ranks
 
@@ -160,21 +161,30 @@ def helpers_of_torch(rank: int, plan: str) -> None:
 
 
 def begins_anew(rank: int, folder: Path, of_class: Any, **options: Any) -> None:
-    """A folder from before the first step, loaded into an optimizer that has stepped, begins as the class does."""
-    found = []
-    for is_loaded in (False, True):
+    """A folder from before the first step, loaded into an optimizer that has stepped, begins as the class does; also
+    by `zeroshard import` and `load`."""
+    found, from_dcp = [], folder / f"{of_class.__name__}-saved"
+    for kind in ("saved", "loaded", "imported"):
         model = new_model(0)
         handle = zeroshard.shard(model, "zero3", units=nn.Linear)
         optimizer = zeroshard.ShardedOptimizer(handle, of_class, lr=1e-2, **options)
-        dcp.save(stateful(handle, optimizer), checkpoint_id=folder / f"{of_class.__name__}-{is_loaded}")
-        if is_loaded:
+        if kind == "saved":
+            dcp.save(stateful(handle, optimizer), checkpoint_id=from_dcp)
+            steps = folder / f"{of_class.__name__}-imported"
+            if rank == 0:
+                import_dcp(from_dcp, steps, step=0, optimizer_class=of_class.__name__)
+            torch.distributed.barrier()
+        else:
             train(model, optimizer, rank, 0, 1)
-            dcp.load(stateful(handle, optimizer), checkpoint_id=folder / f"{of_class.__name__}-True")
+            if kind == "loaded":
+                dcp.load(stateful(handle, optimizer), checkpoint_id=from_dcp)
+            else:
+                zeroshard.load(steps, handle, optimizer)
         train(model, optimizer, rank, 2, 3)
         names = [name for name, _ in model.named_parameters()]
         full = handle.full_state_dict(main=True)
         found.append({name: full[name] for name in names})
-    assert same_bits(*found), of_class
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2]), of_class
 
 
 def test_a_folder_from_before_the_first_step_leaves_the_first_step_to_the_class(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from zeroshard.exchange.imported import Imported, commit_alone
 from zeroshard.io.values import encode, no_tensors
 from zeroshard.layout.interval import Interval
 
+_BLOCK = 1 << 18
+"""Elements that are read at a time to look for others than zeros."""
+
 
 def import_dcp(
     source: Path | str,
@@ -67,6 +70,7 @@ class _FromDcp:
 
     Attributes:
         items: to be written.
+        keys: names in the optimizer's state.
         tied: further name of a parameter -> the name under which it is stored.
     """
 
@@ -75,6 +79,7 @@ class _FromDcp:
         self._model: dict[str, str] = {}  # name in the step -> name in the folder
         self._used: set[str] = set()  # names in the folder
         self.items: list[Item] = []
+        self.keys: set[str] = set()
         self.tied: dict[str, str] = {}
 
     def take_model(self, key: str, optimizer_key: str) -> None:
@@ -100,20 +105,41 @@ class _FromDcp:
             raise CheckpointError(f"{self._folder.folder} has no tensor under {key!r}; it has {has}")
 
     def take_state(self, prefix: str) -> None:
-        """Take the optimizer's state of each parameter, under the names of `saved_state.py`."""
-        elementwise = self._elementwise_keys(prefix)
+        """Take the optimizer's state of each parameter, under the names of `saved_state.py`. A state that is blank (as
+        `integrations.dcp` saves it before the first step) is none: a class may begin with other values than zeros."""
+        states: dict[str, dict[str, str]] = {}  # parameter -> key of the state -> name in the folder
         for there in [*self._folder.tensors, *self._folder.values]:
             name, _, key = there.removeprefix(prefix).rpartition(".")
-            name = self.tied.get(name, name)
-            if not there.startswith(prefix) or name not in self._model or "/" in key:
+            if there.startswith(prefix) and self.tied.get(name, name) in self._model and "/" not in key:
+                states.setdefault(name, {})[key] = there
+        elementwise = self._elementwise_keys(prefix)
+        for name, state in states.items():
+            self.keys |= state.keys()
+            if self._is_blank(state):
+                self._used.update(state.values())
                 continue
-            if (tensor := self._folder.tensors.get(there)) is not None:
-                is_scalar = tensor.numel == 1 and not tensor.shape and key not in elementwise
-                self._take(f"{'scalar' if is_scalar else 'optimizer'}/{key}/{name}", there)
-            else:
-                with suppress(ValueError):  # an object
-                    self.items.append(_plain_item(self._folder, there, key, name))
-                    self._used.add(there)
+            for key, there in state.items():
+                self._take_one(self.tied.get(name, name), key, there, is_elementwise=key in elementwise)
+
+    def _is_blank(self, state: dict[str, str]) -> bool:
+        """Whether it counts no step, or all of it is zero: as `integrations.dcp` decides it."""
+        asked = [state["step"]] if "step" in state else state.values()
+        return not any(map(self._has_other_than_zeros, asked))
+
+    def _has_other_than_zeros(self, there: str) -> bool:
+        if (tensor := self._folder.tensors.get(there)) is None:
+            return bool(self._folder.value(there))
+        parts = (Interval(at, min(at + _BLOCK, tensor.numel)) for at in range(0, tensor.numel, _BLOCK))
+        return any(bool(self._folder.read(there, part).any()) for part in parts)
+
+    def _take_one(self, name: str, key: str, there: str, *, is_elementwise: bool) -> None:
+        if (tensor := self._folder.tensors.get(there)) is not None:
+            is_scalar = tensor.numel == 1 and not tensor.shape and not is_elementwise
+            self._take(f"{'scalar' if is_scalar else 'optimizer'}/{key}/{name}", there)
+        else:
+            with suppress(ValueError):  # an object
+                self.items.append(_plain_item(self._folder, there, key, name))
+                self._used.add(there)
 
     def _elementwise_keys(self, prefix: str) -> set[str]:
         """Keys of the state that have the parameter's shape for some parameter of many elements. For parameters of one
@@ -152,8 +178,7 @@ class _FromDcp:
     def expect_adamw(self, groups: list[dict[str, Any]]) -> None:
         """Raises:
         ValueError: the state, or the hyper-parameters, have names that are not AdamW's."""
-        found = {key for kind, key, *_ in (item.name.split("/") for item in self.items) if kind != "model"}
-        foreign = found - {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+        foreign = self.keys - {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
         for options in (group["options"] for group in groups):
             foreign |= {"momentum"} & options.keys()
             foreign |= {"decoupled_weight_decay"} if options.get("decoupled_weight_decay") is False else set()
