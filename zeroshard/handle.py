@@ -233,7 +233,7 @@ class Handle(NotTheModel, NotCopied):
     def full_state_dict(
         self, *, main: bool = False, rank0_only: bool = False, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """A copy of the plain model's `state_dict()`, full tensors on every rank. Collective.
+        """A copy of the plain model's (own) `state_dict()`, full tensors on every rank. Collective.
 
         Args:
             main: True: the values of main (fp32) instead of the weights in the compute dtype.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import plans_of, same_bits
+from zeroshard.integrations.sharding import trained_state
 from zeroshard.testing import run_ranks
 
 
@@ -78,14 +79,106 @@ def test_a_checkpoint_has_everything_whatever_the_models_state_dict_returns(tmp_
     run_ranks(check, 2)
 
 
+class Renamed(Net):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"net.{name}": value.half() * 2 for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class InAnotherType(Net):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.double() + 1 for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+class Filtered(Net):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.cpu().clone() for name, value in super().state_dict().items() if name.startswith("a.")}
+
+
+class WithOneInside(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = OfCopies()
+
+
+class BothOfItsOwn(OfCopies):
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().load_state_dict({name: value / 2 for name, value in state.items()}, *args, **kwargs)
+
+
+class WithExtraState(Net):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def flat(state: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in state.items():
+        inner = flat(value) if isinstance(value, dict) else {"": value}
+        found.update({f"{name}{key}": one for key, one in inner.items()})
+    return found
+
+
 @pytest.mark.by_gloo
-def test_a_state_dict_without_arguments_is_refused_with_what_to_write() -> None:
+@pytest.mark.parametrize(
+    "of_class",
+    [
+        *(WithoutArguments, InParts, OfCopies, CopiesOfBuffers, Renamed, Filtered),
+        *(InAnotherType, WithOneInside, BothOfItsOwn, WithExtraState),
+    ],
+)
+def test_the_full_state_is_what_the_models_state_dict_makes_of_the_values(of_class: type[Net]) -> None:
+    """Also main's, and as integrations save it: under ZeRO-3 it raised, elsewhere main's were in 16 bits."""
+
     def check(rank: int) -> None:
-        model = WithoutArguments()
-        handle = zeroshard.shard(model, "zero3")
-        with pytest.raises(RuntimeError, match=r"WithoutArguments does not take keep_vars=True.*model\.state_dict\(\)"):
-            handle.full_state_dict()
-        with handle.unsharded():
-            assert len(model.state_dict()) == 9
+        for plan in ("ddp", "zero1", "zero3"):
+            torch.manual_seed(0)
+            model, plain = of_class(), of_class()
+            plain.load_state_dict(nn.Module.state_dict(model))
+            if of_class is BothOfItsOwn:
+                nn.Module.load_state_dict(plain, nn.Module.state_dict(model))
+            expected = plain.state_dict()
+            precision = zeroshard.MixedPrecision(param=torch.bfloat16, keep=(nn.BatchNorm1d,))
+            handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
+            for found in (handle.full_state_dict(main=True), handle.full_state_dict(main=True, rank0_only=True)):
+                assert found == {} or same_state(found, expected), plan
+                assert found or rank == 1
+            saved = trained_state(handle)
+            assert rank == 1 or same_state(saved, expected), plan
+            for linear in (plain.a, plain.b):
+                linear.bfloat16()
+            if of_class is WithOneInside:
+                plain.inside.a.bfloat16(), plain.inside.b.bfloat16()
+            assert same_state(handle.full_state_dict(), plain.state_dict()), plan
+            assert all(isinstance(one, nn.Parameter) for one in model.parameters()) and len(handle.engine.units) > 1
+
+    run_ranks(check, 2)
+
+
+def same_state(found: Any, expected: Any) -> bool:
+    found, expected = flat(found), flat(expected)
+    tensors = [{n: one for n, one in state.items() if isinstance(one, Tensor)} for state in (found, expected)]
+    rest = [{n: one for n, one in state.items() if not isinstance(one, Tensor)} for state in (found, expected)]
+    return list(found) == list(expected) and same_bits(*tensors) and rest[0] == rest[1]
+
+
+@pytest.mark.by_gloo
+def test_a_full_state_is_loaded_under_the_names_of_torch() -> None:
+    """A model with a `load_state_dict()` of its own as well is refused."""
+
+    def check(rank: int) -> None:
+        for of_class in (WithoutArguments, OfCopies, CopiesOfBuffers, Filtered):
+            for plan in ("zero1", "zero3"):
+                model, other = of_class(), of_class()
+                state = {name: value.clone() for name, value in nn.Module.state_dict(other).items()}
+                handle = zeroshard.shard(model, plan, units=nn.Linear)
+                handle.load_full_state_dict(state if rank == 0 else None, strict=False, broadcast_from_rank0=True)
+                with handle.unsharded():
+                    assert torch.equal(model.a.weight, other.a.weight) or rank == 1
+        handle = zeroshard.shard(BothOfItsOwn(), "zero3", units=nn.Linear)
+        with pytest.raises(ValueError, match=r"BothOfItsOwn has a load_state_dict\(\) of its own"):
+            handle.load_full_state_dict({})
 
     run_ranks(check, 2)

@@ -226,13 +226,14 @@ def is_movable(model: nn.Module) -> bool:
 def trained_state(handle: Handle) -> dict[str, Tensor]:
     """Names and full values of the plain model on the CPU, on rank 0: main's values in the dtypes from before `shard`,
     as the framework would find them in a plain model. The other ranks get an empty dict. Collective."""
-    dtypes = {id(parameter): unit.spec.dtype for unit in handle.engine.units for parameter in unit.parameters}
+    units = {id(parameter): unit for unit in handle.engine.units for parameter in unit.parameters}
     named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}
     state = handle.full_state_dict(main=True, rank0_only=True, device="cpu")
     cast: dict[int, Tensor] = {}  # tied names must share one tensor, as before the cast
     for name, value in state.items():
-        dtype = dtypes.get(id(named.get(name)), value.dtype)
-        state[name] = cast.setdefault(id(value), value.to(dtype))
+        unit = units.get(id(named.get(name)))
+        if unit is not None and value.dtype == unit.main.dtype:  # else a `state_dict()` of the model's own has cast it
+            state[name] = cast.setdefault(id(value), value.to(unit.spec.dtype))
     return state
 
 

@@ -76,19 +76,33 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
     engine.gatherer.enter_backward(here)  # a hook in a backward has called this, and backward goes on with these
     if not keeps:
         return {}
+    if names is None:
+        return _own_state(engine, values, destination)
     return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}
+
+
+def _own_state(engine: Engine, values: dict[int, Tensor], destination: Destination) -> dict[str, Any]:
+    """What the model's own `state_dict()` makes of the full values."""
+    copied = {value.untyped_storage().data_ptr() for value in values.values()}
+
+    def copy(value: Any) -> Any:
+        is_copied = isinstance(value, Tensor) and value.untyped_storage().data_ptr() in copied
+        return value.detach() if is_copied else destination.copy(value)
+
+    return {name: pytree.tree_map(copy, value) for name, value in engine.plain.state_of(values).items()}
 
 
 @phase("load full state")
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
     """See `Handle.load_full_state_dict`."""
-    names, units, gatherer = engine.plain.state(), engine.units, engine.gatherer
+    names, units, gatherer = engine.plain.objects(), engine.units, engine.gatherer
     collectives, extra_states = engine.collectives, engine.plain.extra_states()
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
 
     expect_none_written(units, "load_full_state_dict")
 
     def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
+        engine.plain.expect_loadable()
         if not has_state:
             return {}, IncompatibleKeys([], [])
         if not isinstance(state, (Mapping, type(None))):

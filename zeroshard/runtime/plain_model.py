@@ -118,45 +118,77 @@ class PlainModel:
         """Names, as in the `state_dict()`, of ignored parameters and buffers."""
         return frozenset(map(plain_name, self._managed.ignored))
 
-    def state(self) -> dict[str, Any]:
-        """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`; and what modules return
-        from `get_extra_state()`, and hooks of theirs have added.
-
-        Raises:
-            RuntimeError: a `state_dict()` of the model's own does not take `keep_vars=True`.
-        """
+    def state(self) -> dict[str, Any] | None:
+        """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`, and what modules return
+        from `get_extra_state()`. None: a `state_dict()` of the model's own, or a hook, has other values (copies,
+        dicts), or cannot be asked for these."""
         try:
-            return self._listed(self.module.state_dict)
-        except TypeError as error:
-            if "keep_vars" not in str(error):
-                raise
-            raise InvalidState(
-                f"state_dict() of this {type(self.module).__name__} does not take keep_vars=True, by which names of "
-                "parameters are found: write `def state_dict(self, *args, **kwargs)` and pass both on, or call "
-                "model.state_dict() inside `with handle.unsharded():`"
-            ) from error
+            found = self._listed(partial(self.module.state_dict, keep_vars=True))
+        except Exception:  # of the model's own: what it does with values that are not here, or without `keep_vars`
+            return None
+        known, extra_states = {id(one) for one in self._named().values()}, self.extra_states()
+        are_known = all(id(value) in known or name in extra_states for name, value in found.items())
+        return found if are_known else None
 
-    def _listed(self, state_dict: Callable[..., Any]) -> dict[str, Any]:
+    def state_of(self, values: Mapping[int, Tensor]) -> dict[str, Any]:
+        """The model's own `state_dict()` while its parameters have these values, by the id of the parameter."""
+        made: dict[int, nn.Parameter] = {}
+        places = [
+            (module._parameters, name, parameter)
+            for module in self.module.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in values
+        ]
+        try:
+            for owner, name, one in places:
+                if id(one) not in made:
+                    made[id(one)] = nn.Parameter(values[id(one)], requires_grad=one.requires_grad)
+                owner[name] = made[id(one)]
+            return self._listed(self.module.state_dict)
+        finally:
+            for owner, name, one in places:
+                owner[name] = one
+
+    def _listed(self, state_dict: Callable[[], Any]) -> dict[str, Any]:
         self.is_read = True
         try:
-            return {plain_name(name): value for name, value in state_dict(keep_vars=True).items()}
+            return {plain_name(name): value for name, value in state_dict().items()}
         finally:
             self.is_read = False
 
-    def _objects(self) -> dict[str, Any]:
-        """The `state` for a checkpoint, which has everything. Where a `state_dict()` of the model's own or a hook has a
-        copy, it is the parameter or buffer itself; where that cannot be called, or puts dicts into each other, the
-        names are those of `nn.Module`."""
-        try:
-            found = self.state()
-        except Exception:  # of the model's own; if it has none, torch's raises it again
-            found = {"": {}}
-        if any(isinstance(value, Mapping) for value in found.values()):
-            found = self._listed(partial(nn.Module.state_dict, self.module))
+    def _named(self) -> dict[str, Tensor]:
         module = self.module
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        own = {plain_name(name): value for name, value in named}
-        return {name: own.get(name, value) for name, value in found.items()}
+        return {plain_name(name): value for name, value in named}
+
+    def objects(self) -> dict[str, Any]:
+        """The `state`, also of a model for which that is None. Where a `state_dict()` of the model's own or a hook has
+        a copy, it is the parameter or buffer itself; where that cannot be called, or puts dicts into each other, the
+        names are those of `nn.Module`."""
+        try:
+            found = self._listed(partial(self.module.state_dict, keep_vars=True))
+        except Exception:  # of the model's own
+            found = {"": {}}
+        extra_states, named = self.extra_states(), self._named()
+        if any(isinstance(value, Mapping) and name not in extra_states for name, value in found.items()):
+            found = self._listed(self._names_of_torch)
+        return {name: named.get(name, value) for name, value in found.items()}
+
+    def expect_loadable(self) -> None:
+        """Raises:
+        ValueError: the model has a `state_dict()` and a `load_state_dict()` of its own: only they know the values."""
+        module = self.module
+        if type(module).load_state_dict is not nn.Module.load_state_dict and self.state() is None:
+            raise InvalidValue(
+                f"{type(module).__name__} has a load_state_dict() of its own, for other values than parameters and "
+                "buffers: call model.load_state_dict() inside `with handle.unsharded(write=True):`"
+            )
+
+    def _names_of_torch(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            module._save_to_state_dict(found, f"{path}." if path else "", True)
+        return found
 
     def extra_states(self) -> dict[str, nn.Module]:
         """Name in the `state_dict()` -> module, for modules that have a `get_extra_state()`. Their values go back by
@@ -170,7 +202,7 @@ class PlainModel:
         }
 
     def unsharded_state(self, units: Sequence[Unit]) -> dict[str, Tensor]:
-        """The entries of `state` that are not sharded parameters: buffers, ignored parameters, extra states.
+        """The entries of `objects` that are not sharded parameters: buffers, ignored parameters, extra states.
 
         Raises:
             ValueError: an extra state is neither a tensor nor None.
@@ -178,7 +210,7 @@ class PlainModel:
         if self._model is None:
             return {}
         sharded = {id(parameter) for unit in units for parameter in unit.parameters}
-        found = {name: one for name, one in self._objects().items() if id(one) not in sharded and one is not None}
+        found = {name: one for name, one in self.objects().items() if id(one) not in sharded and one is not None}
         for name, value in found.items():
             if not isinstance(value, Tensor):
                 raise InvalidValue(
@@ -193,7 +225,7 @@ class PlainModel:
         if self._model is None:
             return {}
         first = names_by_id(units)
-        return {name: first[id(v)] for name, v in self._objects().items() if first.get(id(v), name) != name}
+        return {name: first[id(v)] for name, v in self.objects().items() if first.get(id(v), name) != name}
 
 
 def names_by_id(units: Sequence[Unit]) -> dict[int, str]:
