@@ -159,10 +159,62 @@ def test_a_class_that_reads_what_is_not_there_yet_is_refused_on_every_rank(rank:
                 zeroshard.ShardedOptimizer(handle, Returns, **options)
 
 
+class Outer(torch.optim.Optimizer):
+    """Leaves the step to another optimizer, which has the momentum in a state of its own."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class Around(torch.optim.Optimizer):
+    """As OrthoGrad of pytorch-optimizer: what it has is what the optimizer inside of it has."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        self.base = torch.optim.SGD(params, lr=lr, momentum=0.9)
+        self.defaults = self.base.defaults
+
+    param_groups = property(lambda self: self.base.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.base.state)  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+class NoOptimizer:
+    """As ScheduleFreeWrapper of schedulefree."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        self.base = torch.optim.SGD(params, lr=lr)
+
+    def step(self) -> None:
+        self.base.step()
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+
+def test_an_optimizer_around_another_one_trains_where_they_share_their_state() -> None:
+    """Its param groups could not be set, at the first step."""
+    as_one_process([(Job(Around, {"lr": 1e-2}, steps=3), plan) for plan in (zeroshard.DDP, zeroshard.ZERO3)], 2)
+
+
+@on_ranks(1)
+def test_what_is_no_optimizer_is_refused(rank: int) -> None:
+    handle = zeroshard.shard(make(Net), "zero1")
+    with pytest.raises(TypeError, match=r"NoOptimizer cannot be sharded: it has no attribute 'defaults'"):
+        zeroshard.ShardedOptimizer(handle, NoOptimizer, lr=0.1)  # type: ignore[arg-type]
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(rank: int) -> None:
     handle = zeroshard.shard(make(Net), "zero1")
     told = {
+        Outer: r"base is an optimizer inside of it whose state is not in optimizer\.state",
         Randomised: "or on random numbers",
         KeepsCount: r"optimizer\.state\['count'\] belongs to no parameter",
     }

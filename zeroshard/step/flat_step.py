@@ -215,7 +215,7 @@ class FlatStep:
                 for unit in batch.finished:
                     updated(unit)
         finally:
-            inner.optimizer.param_groups = list(inner.groups.values())
+            inner.optimizer.param_groups[:] = inner.groups.values()
             for index, group in inner.groups.items():
                 group["params"] = self.state.tensors_of(index)
         inner.write_options(options)
@@ -245,7 +245,7 @@ class FlatStep:
                 group["params"] = batch.tensors_of(index)
             stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
             inner.read_options(options, stepped)
-            inner.optimizer.param_groups = list(stepped.values())
+            inner.optimizer.param_groups[:] = stepped.values()
             run_step(inner.optimizer, arguments, update.is_void)
         finally:
             # Also after an error: gradients are scratch that the next step overwrites, or views of a bucket that will

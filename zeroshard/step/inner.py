@@ -134,7 +134,14 @@ def begin_training(optimizer: Any) -> None:
 
 def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
     """Raises:
-    ValueError: the optimizer's state has entries that belong to no parameter."""
+    ValueError: the optimizer's state has entries that belong to no parameter, or is that of an optimizer inside of it."""
+    inside = {name: one for name, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)}
+    for name, one in inside.items():
+        if one.state and one.state is not optimizer.state:
+            raise InvalidValue(
+                f"{type(optimizer).__name__} cannot be sharded: {name} is an optimizer inside of it whose state is not "
+                f"in optimizer.state, and would be in no checkpoint. Let both share it: self.state = self.{name}.state"
+            )
     foreign = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if foreign:
         raise InvalidValue(

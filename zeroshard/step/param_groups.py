@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.io.values import without_numpy
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
@@ -236,8 +236,19 @@ def _expect_once(params: Sequence[Any]) -> None:
 
 
 def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
-    """The defaults of the class, with these options, which the class checks."""
-    return optimizer_class([torch.zeros(2, 2, device="cpu")], **options).defaults
+    """The defaults of the class, with these options, which the class checks.
+
+    Raises:
+        TypeError: the class has not what an optimizer of torch has.
+    """
+    optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
+    if missing := [name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)]:
+        raise InvalidType(
+            f"{optimizer_class.__name__} cannot be sharded: it has no attribute {missing[0]!r}, as every "
+            "torch.optim.Optimizer has. A wrapper around another optimizer is not one: pass a class that derives from "
+            "torch.optim.Optimizer and does all of the work in its own step()"
+        )
+    return optimizer.defaults
 
 
 def _as_number(value: Any) -> Any:
