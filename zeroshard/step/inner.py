@@ -134,7 +134,8 @@ def begin_training(optimizer: Any) -> None:
 
 def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
     """Raises:
-    ValueError: the optimizer's state has entries that belong to no parameter, or is that of an optimizer inside of it."""
+    ValueError: the optimizer's state has entries that belong to no parameter, or it has an optimizer inside of it with
+        a state of its own."""
     inside = {name: one for name, one in vars(optimizer).items() if isinstance(one, torch.optim.Optimizer)}
     for name, one in inside.items():
         if one.state and one.state is not optimizer.state:
