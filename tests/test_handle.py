@@ -73,7 +73,8 @@ def test_the_model_keeps_its_class_names_and_parameters(rank: int) -> None:
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         with handle.unsharded():
             assert all(type(p) is nn.Parameter for p in model.parameters())
-        own = {"extra_repr", "_call_impl", "zero_grad"}  # for print(model), calls that are interrupted, and hooks
+        own = {"extra_repr", "zero_grad"}  # for print(model), and hooks
+        own |= {"_call_impl", "__getstate__"}  # for calls that are interrupted, and copies without the first one
         assert vars(model).keys() == vars(make(Net)).keys() | own
         assert handle.model is model
 
@@ -272,6 +273,44 @@ def test_a_sharded_model_is_not_copied_nor_pickled(rank: int) -> None:
                 torch.save(whole, os.devnull)
         handle.close()
         assert same_bits(copy.deepcopy(model).state_dict(), model.state_dict())
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.factor = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.factor)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_a_shallow_copy_runs_itself(rank: int) -> None:
+    """It shares the parameters, and has attributes of its own. A call of it ran the original."""
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    for inner, plan in with_plans((False, True)):
+        model = make(lambda: nn.Sequential(Scaled(), nn.Linear(WIDTH, 1)))
+        truth = copy.deepcopy(model)
+        handle = zeroshard.shard(model, plan, units=Scaled)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        plain = torch.optim.SGD(truth.parameters(), lr=0.1)
+        other, of_truth = (copy.copy(one[0] if inner else one) for one in (model, truth))
+        for one in (other, of_truth):
+            changed: Any = one if inner else copy.copy(one[0])  # type: ignore[index]
+            changed.factor = 3.0
+            if not inner:
+                one._modules = {**one._modules, "0": changed}
+        for _ in range(2):
+            losses = [one(x).square().sum() for one in (other, of_truth)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                torch.autograd.backward(loss)
+            optimizer.step()
+            plain.step()
+            plain.zero_grad()
+        assert same_bits(handle.full_state_dict(), truth.state_dict())
+        handle.close()
+        assert "__getstate__" not in vars(model[0])
 
 
 @on_ranks(2)

@@ -103,6 +103,7 @@ class Around:
         self._handles.append(module.register_forward_hook(self.after, always_call=True, with_kwargs=True))
         self.first, self.last = (handle.id for handle in self._handles)
         vars(module)[_CALL] = self._call
+        vars(module)[_STATE] = partial(_state_of, self._module)
 
     def take_off(self) -> None:
         self.of_before.pop(self.first, None)
@@ -126,6 +127,8 @@ class Around:
         for handle in self._handles:
             handle.remove()
         self._reset_call()
+        if (module := self._module()) is not None:
+            vars(module).pop(_STATE, None)
 
     def _reset_call(self) -> None:
         if (module := self._module()) is not None:
@@ -134,6 +137,17 @@ class Around:
 
 _CALL = "_call_impl"
 """What torch's `nn.Module.__call__` calls."""
+
+_STATE = "__getstate__"
+"""What `copy.copy` calls."""
+
+
+def _state_of(module: weakref.ref[nn.Module]) -> Any:
+    """A shallow copy has the hooks, and calls itself: with the `_call_impl` above it would call the original."""
+    alive = module()
+    of_class: Any = type(alive)
+    state = of_class.__getstate__(alive)
+    return {k: v for k, v in state.items() if k not in (_CALL, _STATE)} if isinstance(state, dict) else state
 
 
 def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: bool) -> Callable[..., Any]:
