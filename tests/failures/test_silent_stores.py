@@ -19,6 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 import zeroshard
 from tests.checkpoint.common import Run
+from tests.checkpoint.faults import StoreServer
 from tests.failures.common import Ranks, has_ended, init, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from tests.ports import free_port
@@ -178,22 +179,16 @@ def test_who_held_the_store_has_ended_before_a_rank_has_connected_again(tmp_path
 
 
 def test_the_process_that_holds_a_store_is_found() -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writer, str(server.port).encode())
-        signal.pause()
-    store = TCPStore("127.0.0.1", int(os.read(reader, 10)), is_master=False)
+    server = StoreServer(1)
     try:
+        store = TCPStore("127.0.0.1", server.port, is_master=False)
         found = holder_of(PrefixStore("of a group", store))
-        assert found is not None and (found.pid, found.state) == (pid, "runs")
-        os.kill(pid, signal.SIGSTOP)
-        os.waitpid(pid, os.WUNTRACED)
+        assert found is not None and (found.pid, found.state) == (server.pid, "runs")
+        os.kill(server.pid, signal.SIGSTOP)
+        os.waitpid(server.pid, os.WUNTRACED)
         assert found.state == "stopped"
     finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0), os.close(reader), os.close(writer)
+        server.close()
     assert holder_of(store) is None
     own = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert holder_of(own) is None and holder_of(HashStore()) is None
