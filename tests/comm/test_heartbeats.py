@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -17,11 +18,12 @@ from torch._C._distributed_c10d import HashStore
 from tests.failures.common import Ranks
 from tests.patience import wait_until
 from zeroshard.failures import boards, heartbeat, watch
+from zeroshard.failures.blame import OUTSIDE
 from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.positions import Position, Wait
 from zeroshard.failures.processes import Who
-from zeroshard.failures.whereabouts import where
+from zeroshard.failures.whereabouts import frame_of, where
 
 TIMEOUT = 80.0  # then a regular heartbeat is due every ten seconds, which are
 EVERY = 20  # rounds
@@ -246,3 +248,19 @@ def test_code_that_has_no_hash_has_a_place() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(generated.__code__)
     assert "in generated" in generated()
+
+
+def test_without_the_gil_no_other_thread_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read the variables of a call while another thread runs it may end a free-threaded interpreter."""
+    go_on, here = threading.Event(), threading.get_ident()
+    thread = threading.Thread(target=go_on.wait)
+    thread.start()
+    try:
+        for has_gil in (True, False):
+            monkeypatch.setattr(sys, "_is_gil_enabled", lambda has_gil=has_gil: has_gil, raising=False)
+            assert (frame_of(thread.ident) is not None) == has_gil
+            assert frame_of(here) is not None and "in test_without_the_gil" in where(here)
+        assert where(thread.ident) == OUTSIDE
+    finally:
+        go_on.set()
+        thread.join()

@@ -34,9 +34,16 @@ def waits_in_vain(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
+def frame_of(thread: int | None) -> FrameType | None:
+    """The innermost frame of a thread. Without the GIL (free-threaded Python) only of the current one: to read what
+    another thread changes at that moment may end the interpreter (python/cpython#118680)."""
+    is_safe = getattr(sys, "_is_gil_enabled", lambda: True)() or thread == threading.get_ident()  # from 3.13 on
+    return sys._current_frames().get(thread or 0) if is_safe else None
+
+
 def where(thread: int | None) -> str:
     """The innermost line of a thread that belongs to neither this engine nor torch nor Python's standard library."""
-    frame = sys._current_frames().get(thread or 0)
+    frame = frame_of(thread)
     inner, call = "", ""
     while frame is not None:
         code = frame.f_code
