@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,7 +279,8 @@ class Handle(NotTheModel, NotCopied):
     def summary(self) -> str:
         """A table to print: for each unit its number of parameters, dtype and resting placement of weights, gradients
         and main, and the bytes that this rank holds; then the bytes on this rank by kind. Not collective."""
-        return table(self._open("summary"))
+        self.engine.life.expect_open("summary")
+        return table(self.engine)
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
@@ -299,8 +301,7 @@ class Handle(NotTheModel, NotCopied):
         backward and batch of the step begins and ends: `with handle.timeline() as timeline:`. Like torch's profiler it
         records the whole process, and one block at a time. Not collective; the results do not change."""
         engine = self._open("timeline")
-        mesh = engine.collectives.mesh
-        return Timeline(mesh, f"rank {mesh.world.rank}: {in_one_line(engine)}")
+        return Timeline(mesh := engine.collectives.mesh, f"rank {mesh.world.rank}: {in_one_line(engine)}")
 
     # Life cycle --------------------------------------------------------------------------------------------------
 
@@ -319,7 +320,7 @@ class Handle(NotTheModel, NotCopied):
         destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
         engine.expect_no_backward("close").finish_background()
         self._let_go_of_parameters()
-        give_back.close(engine, destination)
+        engine.running.carry_out("close", partial(give_back.close, engine, destination))
 
     def abandon(self) -> None:
         """Release the model and all memory without the other ranks. Use it instead of `close` after a failure, of this
@@ -356,10 +357,10 @@ class Handle(NotTheModel, NotCopied):
         Raises:
             RuntimeError: closed, abandoned or parked.
         """
-        self.engine.check_open(what)
-        return self.engine
+        return self.engine.check_open(what)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self.engine.running.expect_whole("model.state_dict")
         self.engine.gatherer.settle()
         if not self.engine.plain.is_read and not all(unit.weights.shown for unit in self.engine.units):
             raise InvalidState(

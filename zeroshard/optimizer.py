@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
@@ -203,7 +204,8 @@ class ShardedOptimizer(TorchOptimizer):
             ValueError: `max_norm` or `norm_type` is not positive.
             RuntimeError: as `step`; or `error_if_nonfinite` is set and the norm is not finite.
         """
-        return self._clips.by_norm(float(max_norm), float(norm_type), self._ask, needs_host=error_if_nonfinite)
+        clip = partial(self._clips.by_norm, needs_host=error_if_nonfinite)
+        return self._carry_out("clip_grad_norm_", partial(clip, float(max_norm), float(norm_type), self._ask))
 
     @outside_graphs
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -233,6 +235,9 @@ class ShardedOptimizer(TorchOptimizer):
         """
         expect_arguments(self._classes.of_groups, arguments)
         loss = torch.enable_grad()(closure)() if closure is not None else None
+        return self._carry_out("optimizer.step", partial(self._step, loss, arguments))
+
+    def _step(self, loss: Any, arguments: Mapping[str, Any]) -> StepResult:
         # 1. All ranks agree: are all ready, what is the norm, which slots have gradients, did a loss overflow?
         self.engine.expect_parameters_known_since()
         self.engine.expect_in_place()
@@ -265,6 +270,11 @@ class ShardedOptimizer(TorchOptimizer):
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
+    def _carry_out(self, what: str, work: Callable[[], R]) -> R:
+        self.engine.check_open(what)
+        self.engine.expect_no_backward(what)
+        return self.engine.running.carry_out(what, work)
+
     def _update(self, active: dict[Unit, list[bool]], update: Update, arguments: Mapping[str, Any]) -> None:
         self.engine.reducer.use_idle_buckets()
         with self.agreement.updating():
@@ -274,6 +284,9 @@ class ShardedOptimizer(TorchOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this optimizer's parameters."""
         self.engine.expect_no_backward("zero_grad")
+        self.engine.running.carry_out("zero_grad", partial(self._zero_grad, set_to_none))
+
+    def _zero_grad(self, set_to_none: bool) -> None:
         with as_tensors():
             super().zero_grad(set_to_none or (self._is_built and not self.engine.plan.external_gradients))
         if self._is_built:
@@ -353,10 +366,10 @@ class ShardedOptimizer(TorchOptimizer):
 
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
-        if self.engine.untaken and any(handle_of(parameter) is None for parameter in self.groups.parameters()):
-            self.engine.check_open("optimizer.step")
-            if self.engine.take_newcomers(self.groups.parameters(), self.handle):
-                self.rebuild()
+        if not self.engine.untaken or all(handle_of(parameter) for parameter in self.groups.parameters()):
+            return
+        if self.engine.take_newcomers(self.groups.parameters(), self.handle):
+            self.rebuild()
 
     # For checkpoints ---------------------------------------------------------------------------------------------
 

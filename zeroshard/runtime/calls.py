@@ -120,7 +120,7 @@ class Around:
 
     def hide_last(self) -> None:
         """Move the hook that hides to the end: hooks that the user has registered since may read the weights."""
-        if next(reversed(self.of_after), self.last) != self.last and self.last in self.of_after:
+        if len(self.of_after) > 1 and self.last in [*self.of_after][:-1]:  # (as in `Hooks.come_first`)
             self.of_after.move_to_end(self.last)
 
     def remove(self) -> None:

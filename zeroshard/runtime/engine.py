@@ -32,6 +32,7 @@ from zeroshard.runtime.other_optimizers import expect_none_silent
 from zeroshard.runtime.parking import Parking
 from zeroshard.runtime.plain_model import PlainModel, names_by_id
 from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.running import Running
 from zeroshard.runtime.schedule import refuse_inside_of_backward
 from zeroshard.storage.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.storage.pool import Pool
@@ -158,7 +159,7 @@ class Engine(NotCopied):
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """See `Handle.memory`."""
         if self.life is not Life.PARKED:
-            self.check_open("memory")
+            self.life.expect_open("memory")
         kinds: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
         for kind in TRANSIENT_KINDS:
             kinds[kind] = self.pool.tensors(kind)
@@ -243,24 +244,26 @@ class Engine(NotCopied):
 
     # Life cycle ----------------------------------------------------------------------------------------------------
 
-    def check_open(self, what: str) -> None:
-        """Raises:
-        RuntimeError: the handle is closed, abandoned or parked."""
+    def check_open(self, what: str) -> Self:
+        """Returns the engine. Raises RuntimeError if it is closed, abandoned or parked, or in the middle of a call."""
         self.life.expect_open(what)
+        self.running.expect_whole(what)
         self.collectives.come()
+        return self
 
     @property
-    def is_in_backward(self) -> bool:
-        """Whether a hook of the user's makes this call, inside of a backward of this model."""
-        return self.hooks.schedule.is_in_backward
+    def running(self) -> Running:
+        """The calls that are running."""
+        return self.hooks.schedule.running
 
     def expect_no_backward(self, what: str) -> Self:
         """Returns the engine.
 
         Raises:
-            RuntimeError: a hook calls this inside of a backward.
+            RuntimeError: a hook calls this inside of a backward, or it is called in the middle of another call.
         """
-        if self.is_in_backward:
+        self.running.expect_whole(what)
+        if self.hooks.schedule.is_in_backward:
             refuse_inside_of_backward(what)
         return self
 
@@ -275,8 +278,7 @@ class Engine(NotCopied):
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
         parked = self.life.after("park")
-        self.expect_no_backward("park")
-        self.hooks.schedule.expect_to_begin()
+        self.expect_no_backward("park").hooks.schedule.expect_to_begin()
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()

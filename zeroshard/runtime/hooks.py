@@ -138,7 +138,8 @@ class Hooks(NotCopied):
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
         for hooks in self._first:
-            if next(iter(hooks.of_before), hooks.first) != hooks.first and hooks.first in hooks.of_before:
+            # (A list: a signal handler may call the model in between, which ends an iterator.)
+            if len(hooks.of_before) > 1 and hooks.first in [*hooks.of_before][1:]:
                 hooks.of_before.move_to_end(hooks.first, last=False)
 
     def detach(self) -> None:
@@ -203,6 +204,7 @@ def _zero_grad(schedule: Schedule, model: nn.Module) -> Callable[..., None]:
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         if schedule.is_in_backward:
             refuse_inside_of_backward("model.zero_grad")
+        schedule.running.expect_whole("model.zero_grad")
         schedule.abandon_backward()
         alive = of_model()
         assert alive is not None, "it is called"

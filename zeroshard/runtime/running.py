@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import in_backward
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
+
+T = TypeVar("T")
 
 
 class End(Enum):
@@ -47,10 +49,12 @@ class Running:
     """The running calls of each thread that have gathered units, the innermost last.
 
     Attributes:
+        amid: the call of the user's (a step, for example) that is being carried out, and its thread.
         lock: held while a hook begins or ends a call; not during the call, as a forward may start threads itself.
     """
 
     def __init__(self) -> None:
+        self.amid: tuple[str, int] | None = None
         self.lock = threading.RLock()
         self._of_thread = threading.local()
         self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
@@ -66,6 +70,31 @@ class Running:
         """Of this thread."""
         calls: Calls = self._of_thread.__dict__.setdefault("calls", [])
         return calls
+
+    # Calls of the optimizer and the handle --------------------------------------------------------------------------
+
+    def carry_out(self, what: str, work: Callable[[], T]) -> T:
+        """Do the work of a call of the user's. Until it is done, this thread can make no other one."""
+        self.expect_whole(what)
+        now = what, threading.get_ident()
+        try:
+            self.amid = now
+            return work()
+        finally:
+            self.amid = None  # by an assignment: a call could be interrupted, and every later one would raise
+
+    def expect_whole(self, what: str) -> None:
+        """Raises:
+        RuntimeError: a signal handler, say, makes this call in the middle of another one."""
+        amid = self.amid
+        if amid is not None and amid[1] == threading.get_ident():
+            raise InvalidState(
+                f"{what} in the middle of {amid[0]} (in a signal handler, a __del__ or another callback of Python): "
+                "what that call changes is half done. Set a flag there, and look at it in the training loop, between "
+                "two steps"
+            )
+
+    # Forward -----------------------------------------------------------------------------------------------------
 
     def expect_alone(self, units: Sequence[Unit]) -> None:
         """Raises:

@@ -289,12 +289,12 @@ class Schedule(NotCopied):
         """
         self.gatherer.collectives.come()
         if self._backward is None:
+            self.running.expect_whole("backward")
             expect_autograd()
             self._backward = torch._C._current_graph_task_id()
             # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
             # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
-            # of a reentrant checkpoint, it would run at the end of that one, in the middle of the outer backward
-            # (facebookresearch/fairscale#753).
+            # of a reentrant checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             # (In a scope, a rank may run a backward alone.)
             if len(self._listed) > 1 and not any(unit.weights.scopes for unit in self.gatherer.units):
@@ -315,7 +315,7 @@ class Schedule(NotCopied):
     @property
     def is_in_backward(self) -> bool:
         """Whether a hook of the user's makes this call, inside of a backward of this model."""
-        return self._backward is not None and in_backward()
+        return (self._backward is not None or self.accumulates) and in_backward()
 
     def here(self) -> list[Unit]:
         """The units that this backward is at."""

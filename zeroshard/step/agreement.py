@@ -150,8 +150,6 @@ class Agreement:
 
     def _ask(self, settings: Settings | None, norm_type: float | None, *, needs_host: bool) -> None:
         """`settings`: of this rank; None: it is a follower."""
-        self._engine.check_open("optimizer.step")
-        self._engine.expect_no_backward("optimizer.step")
         if norm_type is None:
             norm_type = self._asked.norm_type if self._asked else 2.0
         by_hand = self._engine.reducer.notice()
