@@ -319,8 +319,8 @@ class Handle(NotTheModel, NotCopied):
             return
         destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
         engine.expect_no_backward("close").finish_background()
-        self._let_go_of_parameters()
         engine.running.carry_out("close", partial(give_back.close, engine, destination))
+        self._let_go_of_parameters()  # last: until a close that is interrupted is done, `shard` must find this handle
 
     def abandon(self) -> None:
         """Release the model and all memory without the other ranks. Use it instead of `close` after a failure, of this
@@ -383,7 +383,7 @@ class Handle(NotTheModel, NotCopied):
             )
 
     def _let_go_of_parameters(self) -> None:
-        for parameter in (parameter for unit in self.engine.units for parameter in unit.parameters):
+        for parameter in [parameter for parameter, owner in _HANDLES.items() if owner() is self]:
             _HANDLES.pop(parameter, None)
         while self._guards:
             self._guards.pop()()

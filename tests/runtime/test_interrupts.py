@@ -13,7 +13,10 @@ import zeroshard
 from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
-from zeroshard.runtime import calls, hooks, schedule
+from zeroshard.runtime import calls, give_back, hooks, schedule
+from zeroshard.runtime.engine import Engine
+from zeroshard.storage.gradients import Gradients
+from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.unit import Unit
 from zeroshard.testing import run_ranks
 
@@ -90,6 +93,57 @@ def test_after_an_interrupt_in_shard_the_model_is_as_before() -> None:
             assert same_bits(found, expected), place
 
     run_ranks(in_turn(check, [("ddp", "fp32"), ("zero1", "bf16"), ("zero3", "bf16")]), 1)
+
+
+IN_CLOSE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "a unit is not free": lambda patch: interrupt(patch, Unit, "free", 2),
+    "its weights are free": lambda patch: interrupt(patch, Gradients, "free", 2),
+    "its main is free": lambda patch: interrupt(patch, MainWeights, "free", 2),
+    "one of its parameters has its values": lambda patch: interrupt(patch, give_back, "give", 4),
+    "a module has lost its hooks": lambda patch: interrupt(patch, calls.Around, "_reset_call", 2),
+    "no unit is left": lambda patch: interrupt(patch, Engine, "_hold"),
+}
+
+
+def test_an_interrupted_close_goes_on_when_it_is_called_again() -> None:
+    """The handle was abandoned, and values of parameters were lost, or it was taken for closed, with hooks left."""
+
+    def check(rank: int, plan: Any, precision: str) -> None:
+        def begin() -> zeroshard.Handle:
+            handle = zeroshard.shard(make(), plan, units=nn.Linear, precision=precision)
+            train(handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1))
+            return handle
+
+        handle = begin()
+        plain = handle.model
+        handle.close()
+        for place, interrupted in IN_CLOSE.items():
+            for abandons in (False, True):
+                handle = begin()
+                model = handle.model
+                with pytest.MonkeyPatch.context() as patch:
+                    interrupted(patch)
+                    with pytest.raises(KeyboardInterrupt):
+                        handle.close()
+                with pytest.raises(RuntimeError, match=r"full_state_dict: close.* has been interrupted"):
+                    handle.full_state_dict()
+                with pytest.raises(ValueError, match="shard"):
+                    zeroshard.shard(model, plan)
+                if not abandons:
+                    handle.close()
+                    assert same_bits(dict(model.state_dict()), dict(plain.state_dict())), place
+                    assert torch.equal(loss_of(model, 3), loss_of(plain, 3)), place
+                    zeroshard.shard(model, plan).close()
+                    continue
+                handle.abandon()
+                for name, parameter in model.named_parameters():
+                    try:
+                        difference = (parameter.detach().float() - plain.get_parameter(name).detach()).abs().max()
+                    except RuntimeError as error:  # "... are lost"
+                        difference = torch.tensor(0.0 if "are lost" in str(error) else 1.0)
+                    assert difference < 0.01, (place, name)
+
+    run_ranks(in_turn(check, [("zero1", "bf16"), ("zero3", "bf16"), ("ddp", "fp32")]), 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -202,6 +202,8 @@ class Absent:
 
     def _take(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         for parameter, view in zip(parameters, views, strict=True):
+            if is_absent(parameter):  # an earlier call was interrupted
+                continue
             plain = type(parameter)
             # Data first, then the class (in `give_each` the other way round): setting the data of an absent one raises.
             parameter.data = view

@@ -58,7 +58,7 @@ class Engine(NotCopied):
         background: a checkpoint that is still being written, or None.
         freezing: changes of what trains.
         untaken: under OPTIMIZER_ONLY, parameters of its optimizer that are not trained yet, by name.
-        life: open, parked, closed or abandoned.
+        life: open, parked, closing, closed or abandoned.
         units: in registration order; empty after `close` or `abandon`.
         pool: full-size buffers for weights, gradients and scratch.
         gatherer: gathers and hides weights.
@@ -370,7 +370,6 @@ class Engine(NotCopied):
 
     def release(self) -> None:
         """Close: remove the hooks, and free all memory."""
-        self.life = self.life.after("close")
         self._let_go()
 
     @torch.no_grad()

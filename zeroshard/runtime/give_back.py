@@ -18,6 +18,7 @@ from zeroshard.model.inference import outside_inference
 from zeroshard.model.units import UnitSpec
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
+from zeroshard.runtime.life import Life
 from zeroshard.storage.unit import Unit
 
 
@@ -33,20 +34,25 @@ def destination_of(rank0_only: bool, device: torch.device | str | None) -> Desti
 def close(engine: Engine, destination: Destination) -> None:
     """Free everything that the engine and its optimizers hold, and give every parameter main's values, in its dtype
     before `shard`, on the ranks that the destination includes; the rest of the model follows. Collective. After an
-    error the engine is abandoned: some units are there no more."""
-    engine.gatherer.finish()
+    error the engine is abandoned: some units are there no more. Not after an interrupt (Control-C) in one process: then
+    another call goes on with the unit that this one was at."""
+    if engine.life is Life.OPEN:
+        engine.gatherer.finish()
+        engine.life = engine.life.after("close")
     try:
         for owner in engine.claims.owners():
             owner.let_go()
         engine.pool.empty()
         give_back(engine.units, engine.collectives, destination)
-    except BaseException:
-        engine.abandon()
+    except BaseException as error:
+        if isinstance(error, Exception) or engine.collectives.mesh.world.size > 1:
+            engine.abandon()
         raise
     engine.release()
     engine.collectives.mesh.release()
     if destination.includes(engine.collectives.mesh.world.rank):
         engine.plain.move(destination.device)
+    engine.life = Life.CLOSED
 
 
 def give_back(units: Sequence[Unit], collectives: Collectives, destination: Destination = EVERYWHERE) -> None:
@@ -54,15 +60,17 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
     values are lost. Collective."""
     keeps = destination.includes(collectives.mesh.world.rank)
     for unit in units:
-        in_place = not unit.trainable and unit.weights.is_resting_in_full
-        full = (unit.weights.buffer if in_place else unit.gather_main(collectives)).views()
-        unit.free()  # before the copies are made: `full` keeps its memory alive
-        for index, parameter in enumerate(unit.parameters):
+        if unit.leaving is None:
+            in_place = not unit.trainable and unit.weights.is_resting_in_full
+            unit.leaving = (unit.weights.buffer if in_place else unit.gather_main(collectives)).views()
+        unit.free()  # before the copies are made: `leaving` keeps its memory alive
+        for index, value in enumerate(unit.leaving):
+            parameter = unit.parameters[index]
             if keeps:
-                give(parameter, destination.copy(full[index], unit.spec.dtype))
+                give(parameter, destination.copy(value, unit.spec.dtype))
             else:
                 unit.weights.absent.lose(index, parameter, "they were given back on rank 0 alone")
-        del full  # before the next unit is read
+        unit.leaving = ()  # before the next unit is read
 
 
 def undo(

@@ -133,7 +133,7 @@ class Hooks(NotCopied):
     def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of this module, until `detach`."""
         setattr(module, name, method)
-        self._removers.append(partial(delattr, module, name))
+        self._removers.append(partial(vars(module).pop, name, None))
 
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
@@ -144,9 +144,9 @@ class Hooks(NotCopied):
 
     def detach(self) -> None:
         """Remove all hooks."""
-        for remove in self._removers:
-            remove()
-        self._removers.clear()
+        while self._removers:  # each may be called twice, if the first call was interrupted
+            self._removers[-1]()
+            self._removers.pop()
         self._first.clear()
         for needed in self._needs.values():  # a call may be running, and would put them back
             needed.inside.clear()

@@ -1,7 +1,7 @@
 """The life cycle of a sharded model, and the errors of calls that do not fit its state.
 
-OPEN --park()--> PARKED --unpark()--> OPEN --close()--> CLOSED
-OPEN, PARKED --abandon()--> ABANDONED
+OPEN --park()--> PARKED --unpark()--> OPEN --close()--> CLOSING (until it is done) --> CLOSED
+OPEN, PARKED, CLOSING --abandon()--> ABANDONED
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from zeroshard.errors import InvalidState
 class Life(Enum):
     OPEN = "open"
     PARKED = "parked"
+    CLOSING = "closing"
     CLOSED = "closed"
     ABANDONED = "abandoned"
 
@@ -25,6 +26,8 @@ class Life(Enum):
     def expect_open(self, what: str) -> None:
         """Raises:
         RuntimeError: the handle is not open. `what`: the call, for the message."""
+        if self is Life.CLOSING and what != "close":
+            raise InvalidState(f"{what}: close() of this handle has been interrupted; call it again, or abandon()")
         if self is Life.CLOSED:
             raise InvalidState(f"{what}: this handle is closed, and its model is a plain one again; call shard() anew")
         if self is Life.ABANDONED:
@@ -53,5 +56,5 @@ class Life(Enum):
 _EDGES = {
     "park": (Life.OPEN, Life.PARKED),
     "unpark": (Life.PARKED, Life.OPEN),
-    "close": (Life.OPEN, Life.CLOSED),
+    "close": (Life.OPEN, Life.CLOSING),
 }

@@ -35,6 +35,7 @@ class Unit:
         apart: memory for the weights in blocks outside of a forward.
         weights, grads, main: the three buffers. A frozen unit has no gradients, and its weights are main.
         edits: how often main has been set by anything but a step; the same on every rank.
+        leaving: full values, while they are given back to the parameters; () when that is done.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Unit:
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate)
         self.weights = Weights(spec.name, self.parameters, buffer, common)
         self.apart = KeptMemory(buffer)
+        self.leaving: Sequence[Tensor] | None = None
         self.grads: AnyGradients = NoGradients()
         self.main = MainWeights(self.own_shard(), buffer.shard, None)
         if spec.trainable:

@@ -278,7 +278,7 @@ class Weights:
             found = [parameter.data_ptr() for parameter in self._parameters]
         why = "its handle was abandoned (Lightning does so after an exception) while they were divided over the ranks"
         for index, parameter in enumerate(self._parameters):
-            if parameter.numel() and found[index] != self._pointers[index]:
+            if parameter.numel() and found[index] not in (self._pointers[index], self.absent.pointers[index]):
                 continue
             if are_here:
                 give(parameter, buffer.views()[index])
