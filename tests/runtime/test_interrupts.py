@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
 from zeroshard.runtime import calls, give_back, hooks, schedule
 from zeroshard.runtime.engine import Engine
+from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.unit import Unit
@@ -171,3 +174,30 @@ def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(r
         assert same_bits(*results)
 
     in_turn(check, PLANS)(rank)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+@on_ranks(1)
+def test_after_an_interrupt_while_a_bucket_is_allocated_backward_works(rank: int, place: int) -> None:
+    """The bucket had memory, and was not there: the next backward raised "the full buffer is not here"."""
+    results = []
+    for interrupted in (False, True):
+        handle = zeroshard.shard(make(), "zero2", units=nn.Linear, precision="bf16")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        train(handle, optimizer)
+        if interrupted:
+            reads = [0]
+
+            def dtype(buffer: FlatBuffer, reads: list[int] = reads) -> torch.dtype:
+                reads[0] += sys._getframe(1).f_code is FlatBuffer.hold.__code__
+                if reads[0] == place:
+                    raise KeyboardInterrupt
+                return buffer.shard.dtype
+
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(FlatBuffer, "dtype", property(dtype))
+                loss_of(handle.model, 7).backward()
+            assert reads[0] >= place
+            optimizer.zero_grad()
+        results.append(train(handle, optimizer))
+    assert same_bits(*results)

@@ -117,13 +117,14 @@ class FlatBuffer:
         if self._storage.numel():
             return
         numel = self.layout.shard_numel if self.borrows else self.layout.numel
-        self._storage = self._allocate(numel * self.dtype.itemsize)
-        self.most = self._storage.nbytes
-        held = self._storage.view(self.dtype)
+        storage = self._allocate(numel * self.dtype.itemsize)
+        self.most = storage.nbytes
+        held = storage.view(self.dtype)
         if self.borrows:
             self.shard = held
         else:
             self.full, self.shard = held, held[self.own_interval.slice]
+        self._storage = storage  # last: if this is interrupted, the next call does it again
 
     def let_go(self) -> None:
         """Free the buffer's own storage, unless it is lasting. The values are lost."""
