@@ -20,7 +20,8 @@ PARKED = r"{}: this handle is parked; call unpark\(\) first$"
 EDGES = {
     (Life.OPEN, "park"): Life.PARKED,
     (Life.OPEN, "unpark"): "unpark: this handle is not parked$",
-    (Life.OPEN, "close"): Life.CLOSED,
+    (Life.OPEN, "close"): Life.CLOSING,
+    (Life.CLOSING, "park"): r"park: close\(\) of this handle has been interrupted; call it again, or abandon\(\)$",
     (Life.PARKED, "park"): PARKED.format("park"),
     (Life.PARKED, "unpark"): Life.OPEN,
     (Life.PARKED, "close"): PARKED.format("close"),
