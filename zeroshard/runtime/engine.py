@@ -256,6 +256,11 @@ class Engine(NotCopied):
         """The calls that are running."""
         return self.hooks.schedule.running
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a hook of the user's makes this call, inside of a backward of this model."""
+        return self.hooks.schedule.is_in_backward
+
     def expect_no_backward(self, what: str) -> Self:
         """Returns the engine.
 
@@ -263,7 +268,7 @@ class Engine(NotCopied):
             RuntimeError: a hook calls this inside of a backward, or it is called in the middle of another call.
         """
         self.running.expect_whole(what)
-        if self.hooks.schedule.is_in_backward:
+        if self.is_in_backward:
             refuse_inside_of_backward(what)
         return self
 
@@ -368,10 +373,6 @@ class Engine(NotCopied):
         for unit in self.units:
             unit.weights.expect_in_place()
 
-    def release(self) -> None:
-        """Close: remove the hooks, and free all memory."""
-        self._let_go()
-
     @torch.no_grad()
     def abandon(self) -> None:
         """See `Handle.abandon`."""
@@ -388,8 +389,9 @@ class Engine(NotCopied):
                 for parameter in unit.parameters:
                     parameter.grad = None
             unit.weights.abandon()
-        self._let_go()
+        self.release()
 
-    def _let_go(self) -> None:
+    def release(self) -> None:
+        """Remove the hooks, and free all memory."""
         self.hooks.detach()
         self._hold(())

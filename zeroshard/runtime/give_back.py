@@ -64,10 +64,9 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
             in_place = not unit.trainable and unit.weights.is_resting_in_full
             unit.leaving = (unit.weights.buffer if in_place else unit.gather_main(collectives)).views()
         unit.free()  # before the copies are made: `leaving` keeps its memory alive
-        for index, value in enumerate(unit.leaving):
-            parameter = unit.parameters[index]
+        for index, parameter in enumerate(unit.parameters if unit.leaving else ()):
             if keeps:
-                give(parameter, destination.copy(value, unit.spec.dtype))
+                give(parameter, destination.copy(unit.leaving[index], unit.spec.dtype))
             else:
                 unit.weights.absent.lose(index, parameter, "they were given back on rank 0 alone")
         unit.leaving = ()  # before the next unit is read
