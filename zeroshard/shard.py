@@ -44,6 +44,7 @@ from zeroshard.ready import (
 )
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.give_back import undo
+from zeroshard.runtime.life import Life
 from zeroshard.runtime.materialize import META, Source, move
 from zeroshard.runtime.materialize import materialize as give_values
 from zeroshard.storage.unit import Unit, build_units
@@ -234,6 +235,7 @@ def _build_or_undo(chosen: _Chosen, options: _Options, collectives: Collectives,
             raise
         if built.engine is not None:
             built.engine.release()
+            built.engine.life = Life.CLOSED
         for parameter, data in placeholders:
             give(parameter, data)
         if chosen.on_meta:

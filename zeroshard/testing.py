@@ -36,9 +36,8 @@ BACKEND = "gloo"
 
 _SHOW_STACKS: int | None = getattr(signal, "SIGRTMAX", None)
 """At this signal a rank writes where each of its threads is; None where the system has no such signals."""
-
-
 _STACKS_SECONDS = 1.0
+"""How long they have for that."""
 
 
 class RankError(Error, RuntimeError):
@@ -205,16 +204,15 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
 
 def _stacks_of(running: dict[int, int], folder: Path) -> str:
     """Where the threads of these ranks are, for a message. (A rank that a signal has stopped does not tell.)"""
-    files = {rank: folder / f"stacks-{rank}" for rank in sorted(running.values())}
-    if _SHOW_STACKS is None:
+    if _SHOW_STACKS is None or not running:
         return ""
+    files = {rank: folder / f"stacks-{rank}" for rank in sorted(running.values())}
     for pid in running:
         os.kill(pid, _SHOW_STACKS)
     end = time.monotonic() + _STACKS_SECONDS
     while time.monotonic() < end and not all(file.exists() and file.stat().st_size for file in files.values()):
         time.sleep(0.01)
-    if running:
-        time.sleep(0.1)  # a file has the first thread by now
+    time.sleep(0.1)  # a file has the first thread by now
     found = {rank: file.read_text() for rank, file in files.items() if file.exists()}
     return "".join(f"\nrank {rank} has been killed here:\n{text}" for rank, text in found.items() if text)
 

@@ -17,6 +17,7 @@ from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
 from zeroshard.runtime import calls, give_back, hooks, schedule
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.plain_model import PlainModel
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
@@ -66,6 +67,7 @@ IN_SHARD: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a module has one of two hooks": lambda patch: interrupt(patch, nn.Module, "register_forward_hook", 6),
     "a frozen parameter has hooks": lambda patch: interrupt(patch, hooks, "_before_gradient", 4),
     "all is there": lambda patch: interrupt(patch, of_handle, "claim_parameters"),
+    "the handle has its parameters": lambda patch: interrupt(patch, PlainModel, "guard"),
 }
 
 
@@ -85,8 +87,9 @@ def test_after_an_interrupt_in_shard_the_model_is_as_before() -> None:
             model = make()
             with pytest.MonkeyPatch.context() as patch:
                 begin(patch)
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
                     shard(model)
+            assert kept.value is not None
             assert same_bits(dict(model.state_dict()), dict(plain.state_dict())), place
             assert torch.equal(loss_of(model, 0), loss_of(plain, 0)), place
             trained = [parameter.requires_grad for parameter in model.parameters()]

@@ -53,6 +53,10 @@ class ForEitherPackage(_Strategy):
         module = "lightning" if other in _OTHER else "pytorch_lightning"
         return f"<{type(self).__name__} for {own}; the one for {other} is zeroshard.integrations.{module}.{name}>"
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        init()
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         for name, plan in NAMES.items():
@@ -81,10 +85,6 @@ class InFabric(ForEitherPackage):
         if precision is not None:
             self._precision = self.library.plugins.precision.Precision()
             self._precision.precision = precision.precision
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        init()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module, unless it is sharded, or on the meta device (`shard` moves it then)."""

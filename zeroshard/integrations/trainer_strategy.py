@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zeroshard.comm.joining import init
 from zeroshard.handle import Handle
 from zeroshard.integrations.fabric_strategy import ForEitherPackage, expect_no_ddp_options, in_precision_of, load_into
 from zeroshard.integrations.sharding import (
@@ -72,10 +71,6 @@ class InTrainer(ForEitherPackage):
         self._precision_plugin = None if plugin is None else self.of_precision(plugin.precision)
 
     # Setting up, and down ----------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        init()
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

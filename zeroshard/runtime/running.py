@@ -74,8 +74,8 @@ class Running:
     # Calls of the optimizer and the handle --------------------------------------------------------------------------
 
     def carry_out(self, what: str, work: Callable[[], T]) -> T:
-        """Do the work of a call of the user's. Until it is done, this thread can make no other one."""
-        self.expect_whole(what)
+        """Do the work of a call of the user's, after `expect_whole`. Until it is done, this thread can make no other
+        one."""
         now = what, threading.get_ident()
         try:
             self.amid = now
