@@ -36,6 +36,7 @@ from zeroshard.step.torch_optimizer import TorchOptimizer
 from zeroshard.step.uneven_inputs import UnevenInputs
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.versions import told_of_gone_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -421,7 +422,9 @@ def scaled_loss(
     engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
     with optimizer.scaling.backward(scaler, weight, anew=engine.begins_anew()) as factor:
         scaled = loss if factor == 1.0 else loss.float() * factor
-        with engine.reducer.expect_backward(scaled, is_plain=not arguments.keys() - {"retain_graph"}):
+        is_plain = not arguments.keys() - {"retain_graph"}
+        borrow = any(unit.weights.buffer.borrows for unit in engine.units)
+        with engine.reducer.expect_backward(scaled, is_plain=is_plain), told_of_gone_weights(borrow):
             yield scaled
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS, Job, beside_one_process, plans_of, same_bits, train, train_reference, travelling
 from tests.together import on_ranks
+from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.testing import run_ranks
 
 WIDTH, BLOCKS = 8, 6
@@ -196,12 +197,126 @@ GONE = "modified by an inplace operation"
 
 @on_ranks(2)
 def test_what_cannot_be_found_raises(rank: int) -> None:
-    """A frozen unit raises by autograd's comparison of versions, a trained one in its gradient hook."""
-    for frozen, said in ((True, GONE), (False, "that its modules' forward does not return")):
+    """By autograd's comparison of versions. `ShardedOptimizer.backward` adds what that means."""
+    for frozen in (True, False):
         model = Model("function", frozen=frozen)
-        zeroshard.shard(model, "zero3", units=UNITS)
-        with pytest.raises(RuntimeError, match=said):
+        handle = zeroshard.shard(model, "zero3", units=UNITS)
+        with pytest.raises(RuntimeError, match=GONE):
             model(data(rank, 0)).sum().backward()
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        with pytest.raises(RuntimeError, match=GONE) as raised:
+            optimizer.backward(model(data(rank, 0)).sum())
+        assert "that its modules' forward does not return" in raised.value.__notes__[0]
+
+
+def inner(model: nn.Module, how: str) -> list[nn.Module]:
+    """Modules that lie inside of a unit."""
+    kind = {"linear": nn.Linear, "without parameters": nn.Tanh}[how]
+    return [module for module in model.modules() if type(module) is kind]
+
+
+class Layers(nn.Module):
+    """`frozen`: but for what is before its units."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(BLOCKS)]
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(nn.Sequential(*three) for three in layers)).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(self.before(x))
+        return out
+
+
+def features(model: nn.Module, x: Tensor, how: str, kind: str) -> list[Tensor]:
+    """What forward hooks keep. `kind`: of hook."""
+    kept: list[Tensor] = []
+
+    def keep_output(module: nn.Module, args: Any, output: Tensor) -> None:
+        kept.append(output)
+
+    def replace_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        kept.append(output)
+        return output.detach()  # a gradient comes to the inner value alone
+
+    def keep_input(module: nn.Module, args: Any) -> None:
+        kept.append(args[0])
+
+    by_kind: dict[str, Any] = {"output": keep_output, "replaced": replace_output}
+    removers = [
+        module.register_forward_pre_hook(keep_input) if kind == "input" else module.register_forward_hook(by_kind[kind])
+        for module in inner(model, how)
+    ]
+    model(x)
+    for remover in removers:
+        remover.remove()
+    return kept
+
+
+HOOKS = [
+    (how, kind, frozen)
+    for how in ("linear", "without parameters")
+    for kind in ("output", "input")
+    for frozen in (False, True)
+]
+begin = SeenByHooks.begin
+HOOKS.append(("linear", "replaced", False))
+
+
+def test_what_hooks_of_the_user_keep_from_inside_of_a_unit() -> None:
+    """A loss of features alone: its backward comes to no output of the last units."""
+
+    def of(how: str, kind: str, frozen: bool) -> Job:
+        def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+            kept = features(model, data(rank, step), how, kind)
+            use = kept if kind == "replaced" else kept[2 : len(kept) - 1]
+            return sum((one.square().mean() for one in use), torch.zeros(()))
+
+        return Job(model=partial(Layers, frozen=frozen), units=nn.Sequential, loss_of=loss_of)
+
+    plans_of_case = {case: dict.fromkeys((*plans_of(number), "zero3")) for number, case in enumerate(HOOKS)}
+
+    def of_rank(rank: int) -> Any:
+        with travelling("pairwise"):
+            return {case: [train(of(*case), plan, rank) for plan in plans] for case, plans in plans_of_case.items()}
+
+    truth, ranks = beside_one_process(lambda: {case: train_reference(of(*case), 2) for case in HOOKS}, of_rank, 2)
+    for case in HOOKS:
+        for outcome, of_rank_found in zip(truth[case], ranks, strict=True):
+            for plan, found in zip(plans_of_case[case], of_rank_found[case], strict=True):
+                assert found.losses == outcome.losses, (case, plan)
+                assert same_bits(found.weights, outcome.weights), (case, plan)
+
+
+@on_ranks(2)
+def test_without_noting_them_they_raise(rank: int) -> None:
+    """The control."""
+    SeenByHooks.begin = lambda self: None  # type: ignore[method-assign]
+    try:
+        model = Layers(frozen=False)
+        zeroshard.shard(model, "zero3", units=nn.Sequential)
+        with pytest.raises(RuntimeError, match=GONE):
+            features(model, data(rank, 0), "linear", "output")[-2].sum().backward()
+    finally:
+        SeenByHooks.begin = begin  # type: ignore[method-assign]
+
+
+@on_ranks(2)
+def test_gradients_with_respect_to_inputs_of_what_hooks_keep(rank: int) -> None:
+    """No gradient hook of a parameter runs: before, what had taken the place of the weights was read."""
+    for how, kind in (("linear", "output"), ("linear", "input"), ("without parameters", "output")):
+        model = Layers(frozen=False)
+        handle = zeroshard.shard(model, "zero3", units=nn.Sequential)
+        x = data(rank, 0).requires_grad_()
+
+        def gradient(x: Tensor = x, how: str = how, kind: str = kind, model: nn.Module = model) -> Tensor:
+            return torch.autograd.grad(features(model, x, how, kind)[-2].sum(), x)[0]
+
+        with handle.unsharded():
+            expected = gradient()
+        assert torch.equal(gradient(), expected)
+        assert all(not one._forward_hooks and not one._forward_pre_hooks for one in inner(model, "without parameters"))
 
 
 @on_ranks(2)
@@ -245,6 +360,6 @@ def test_the_error_depends_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
             model(data(rank, 0)).square().mean().backward()
             return handle.gradient("before.weight")
 
-    monkeypatch.setattr("zeroshard.storage.weights.Weights.guard", lambda self: None)
+    monkeypatch.setattr("zeroshard.storage.versions.Versions.guard", lambda self: None)
     right, wrong = (run_ranks(gradient, 2, how)[0] for how in ("object", "function"))
     assert not torch.allclose(right, wrong)

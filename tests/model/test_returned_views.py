@@ -196,3 +196,53 @@ def test_a_dict_that_the_module_keeps_stays_the_same_object(rank: int) -> None:
     found = model["table"]()
     found["more"] = found["rows"] + 1
     assert model["table"].kept is found
+
+
+class Leaves(Block):
+    """Leaves a view of a weight of another module beside its output."""
+
+    view: Any = None
+
+    def forward(self, x: Tensor, into: list[Tensor] | None = None) -> Tensor:
+        view = self.linear.weight.t()[:3]
+        if into is None:
+            self.view = {"of the weight": [view]}
+        else:
+            into.append(view)
+        return super().forward(x)
+
+
+def gradients_through_views(plan: str, how: str, way: str) -> dict[str, Tensor]:
+    with travelling(way):
+        model = make(lambda: nn.ModuleList(Leaves() for _ in range(BLOCKS)))
+        handle = zeroshard.shard(model, plan, units=Leaves)
+        x, into = data(0, 0), list[Tensor]()
+        if how.startswith("block"):
+            with handle.unsharded():
+                views = [one.linear.weight.t()[:3] for one in model]
+        else:
+            for one in model:
+                x = one(x, into if how.startswith("input") else None)
+            views = into or [one.view["of the weight"][0] for one in model]
+            assert all(view._base is None for view in views) == (plan == "zero3")
+        scales = torch.arange(1.0, WIDTH + 1)
+        used = [view.square() * scales if how.endswith("saved") else view * scales for view in views]
+        (torch.stack(used).sum() + x.sum() * 0).backward()
+        return {name: handle.gradient(name) for name, _ in model.named_parameters() if name.endswith("linear.weight")}
+
+
+WAYS_LEFT = [f"{where}{saved}" for where in ("attribute", "input", "block") for saved in ("", ", saved")]
+
+
+@pytest.mark.by_cpu
+def test_views_that_are_left_elsewhere_and_used_while_weights_are_hidden() -> None:
+    """In an attribute or an input they had the values of another unit, and behind a block no gradient, in silence."""
+
+    def of_rank(rank: int) -> Any:
+        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
+        return {how: [gradients_through_views(plan, how, way) for plan, way in ways] for how in WAYS_LEFT}
+
+    for how, (expected, *found) in run_ranks(of_rank, 2)[1].items():
+        assert all(gradient.abs().sum() > 0 for gradient in expected.values()), how
+        for one in found:
+            assert all(torch.equal(one[name], expected[name]) for name in expected), how

@@ -149,9 +149,9 @@ def test_backward_on_a_thread_of_its_own_is_that_of_one_process(name: str) -> No
 
 
 def test_numbers_of_nodes_alone_do_not_say_who_made_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: what the engine once did. Today it notices that the weights are those of another unit."""
+    """The control: what the engine once did. Today autograd finds that the weights are gone."""
     monkeypatch.setattr(Entry, "has_made", lambda self, output: output.grad_fn._sequence_nr() >= self.next_node)
-    with pytest.raises(RankError, match=r"the values of parameter blocks\.2\.\S+ are not here"):
+    with pytest.raises(RankError, match="modified by an inplace operation"):
         run_on_threads({"segments": PLANS[3:]})
 
 

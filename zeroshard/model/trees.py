@@ -82,12 +82,29 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
+def differentiable(output: Any) -> list[Tensor]:
+    """The tensors in an output that have a `grad_fn`."""
+    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+
+
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Tensors in attributes of the module itself, with the name of the attribute; not in the user's objects there."""
     own = vars(module)
     for name in own.keys() - _OF_TORCH:
         if not isinstance(value := own[name], _WITHOUT_TENSORS):
             yield from ((name, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def replace_kept_in(tree: Any, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors in the attributes of a module (those of `tensors_kept_by`), or in lists, dicts and
+    dataclasses of a tree."""
+    if not isinstance(tree, nn.Module):
+        replace_tensors(fn, tree, lambda *_: None)
+        return
+    own = vars(tree)
+    for name in own.keys() - _OF_TORCH:
+        if (new := replace_tensors(fn, own[name], lambda *_: None)) is not own[name]:
+            own[name] = new
 
 
 _OF_TORCH = vars(nn.Module()).keys()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.model.paths import Modules, first_paths
-from zeroshard.runtime.calls import Entry, differentiable, left_beside
+from zeroshard.model.trees import differentiable
+from zeroshard.runtime.calls import Entry, left_beside
 
 
 class Event(NamedTuple):
@@ -83,7 +84,7 @@ class Recorder:
         self._events.append(Event("end", number, call, task, makes_graph))
         if not makes_graph:
             return
-        leaves = [*differentiable(output), *left_beside(inputs, module.modules())]
+        leaves = [*differentiable(output), *left_beside(inputs, [*module.modules()])]
         for leaf in {id(leaf): leaf for leaf in leaves if entry.has_made(leaf)}.values():
             leaf.register_hook(partial(self._on_grad, number, call))  # type: ignore[no-untyped-call]
 

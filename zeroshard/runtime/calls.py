@@ -22,7 +22,8 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import end_calls, running
 from zeroshard.model.outside_graphs import between_graphs
 from zeroshard.model.room import with_room
-from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
+from zeroshard.model.trees import differentiable, replace_kept_in, replace_tensors, tensors_in, tensors_kept_by
+from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -38,6 +39,7 @@ class Needed:
         inside: modules inside the module that need nothing else, and their hooks.
         reached: modules that may leave results in attributes: the module and all inside of it, but for those that need
             something else, and those of torch.
+        seen: by the user's hooks on modules inside.
         running: how many calls are running (of several threads, or one inside another).
     """
 
@@ -46,6 +48,7 @@ class Needed:
     hooks: Around | None = None
     inside: dict[nn.Module, Around] = field(default_factory=dict)
     reached: list[nn.Module] = field(default_factory=list)
+    seen: SeenByHooks = field(default_factory=SeenByHooks)
     running: int = 0
 
     def add(self, unit: Unit, path: str) -> None:
@@ -59,8 +62,8 @@ class Needed:
         """Whether these needs include the other ones."""
         return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
 
-    def begin(self) -> None:
-        """The call begins: take the hooks off the modules inside."""
+    def begin(self, *, notes: bool) -> None:
+        """The call begins: take the hooks off the modules inside. `notes`: a backward may come to what they make."""
         # [Note: modules inside a unit]
         # They need no hooks, and torch calls a module without hooks much faster. And torch.compile must not trace these
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
@@ -68,12 +71,18 @@ class Needed:
         self.running += 1
         for hooks in self.inside.values() if self.running == 1 else ():
             hooks.take_off()
+        if notes and self.running == 1:
+            self.seen.begin()
 
-    def end(self) -> None:
-        """The call is over: put them back, in front of all other hooks, and behind."""
+    def end(self) -> list[Tensor]:
+        """The call is over: put them back, in front of all other hooks, and behind. What other hooks have seen."""
         self.running -= 1
-        for hooks in self.inside.values() if not self.running else ():
+        if self.running:
+            return []
+        seen = self.seen.end()
+        for hooks in self.inside.values():
             hooks.put_on()
+        return seen
 
 
 class Around:
@@ -330,11 +339,17 @@ class Entry:
         return node is not None and node not in self.given and node._sequence_nr() >= self.next_node
 
 
-def left_beside(inputs: Any, modules: Iterable[nn.Module]) -> list[Tensor]:
+def left_beside(inputs: Any, modules: Sequence[nn.Module], units: Sequence[Unit] = ()) -> list[Tensor]:
     """Where a call may have left results beside its output: in its inputs (a list that they are appended to), and in
-    attributes of these modules."""
+    attributes of these modules. Views of the weights of these units are replaced there, as in `without_views`."""
     kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-    return [*differentiable(inputs), *differentiable(kept)]
+    left = [*differentiable(inputs), *differentiable(kept)]
+    copies = _copies_of_views(left, units)
+    if not copies:
+        return left
+    for tree in (inputs, *modules):
+        replace_kept_in(tree, lambda tensor: copies.get(id(tensor), tensor))
+    return [copies.get(id(tensor), tensor) for tensor in left]
 
 
 def without_views(output: Any, units: Sequence[Unit]) -> Any:
@@ -344,23 +359,16 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
     Raises:
         RuntimeError: a view is in an object whose fields cannot be replaced.
     """
-
-    def holder(tensor: Tensor) -> Unit | None:
-        with as_tensors():  # a parameter itself may be among them, and it is absent by now
-            return next((unit for unit in units if unit.weights.holds(tensor)), None)
-
     tensors = tensors_in(output) if units else ()
-    copies = {id(tensor): tensor.clone() for tensor in tensors if holder(tensor)}
+    copies = _copies_of_views(tensors, units)
     for parameter in (tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and id(tensor) not in copies):
         for unit in (unit for unit in units if any(parameter is mine for mine in unit.parameters)):
-            unit.weights.show()
-            copies[id(parameter)] = parameter.clone()
-            unit.weights.hide()
+            copies[id(parameter)] = _copy(parameter, unit)
     if not copies:
         return output
     # In the module's own lists and dicts: it may have kept them.
     output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None)
-    for unit in filter(None, map(holder, tensors_in(output))):
+    for unit in filter(None, (_holder(tensor, units) for tensor in tensors_in(output))):
         raise InvalidState(
             f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
             "memory of the weight is used by other units after the forward. Return a copy (`.clone()`), or a tuple, a "
@@ -369,6 +377,21 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
     return output
 
 
-def differentiable(output: Any) -> list[Tensor]:
-    """The tensors in an output that have a `grad_fn`."""
-    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+def _copies_of_views(tensors: Iterable[Tensor], units: Sequence[Unit]) -> dict[int, Tensor]:
+    """By the ids of those that lie in the weights of these units."""
+    found = ((tensor, _holder(tensor, units)) for tensor in tensors) if units else ()
+    return {id(tensor): _copy(tensor, unit) for tensor, unit in found if unit is not None}
+
+
+def _holder(tensor: Tensor, units: Sequence[Unit]) -> Unit | None:
+    with as_tensors():  # a parameter itself may be among them, and it is absent by now
+        return next((unit for unit in units if unit.weights.holds(tensor)), None)
+
+
+def _copy(tensor: Tensor, unit: Unit) -> Tensor:
+    """A copy of a weight or of a view of it. While its weight is hidden, autograd would make the view's node anew, for
+    the strides of what is there in place of the weight."""
+    unit.weights.show()
+    copy = tensor.clone()
+    unit.weights.hide()
+    return copy

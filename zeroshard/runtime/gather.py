@@ -201,10 +201,10 @@ class Gatherer:
                     "`with handle.unsharded():`, or use a plan with replicated weights (zero2)"
                 )
 
-    def guard(self) -> None:
-        """A backward begins that adds to no gradients: no gradient hook will notice that weights are not here."""
+    def let_differentiate(self) -> None:
+        """A backward begins that adds to no gradients."""
         for unit in self.units:
-            unit.weights.guard()
+            unit.weights.versions.may_be_differentiated = not unit.weights.shown
 
     def end_backward(self, *, has_raised: bool = False) -> None:
         """`has_raised`: what has raised may have written to weights that are shown."""

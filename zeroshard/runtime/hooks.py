@@ -35,6 +35,7 @@ from zeroshard.model.room import with_room
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed
 from zeroshard.runtime.schedule import Schedule, refuse_inside_of_backward
+from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 
 
@@ -86,7 +87,9 @@ class Hooks(NotCopied):
                 continue
             needed = self._needs[module]
             needed.hooks = around[module]
-            needed.reached = [*_reached(module, needed, self._needs)]
+            inside = [*_reached(module, needed, self._needs)]
+            needed.reached = [one for one in inside if not type(one).__module__.startswith("torch.nn.")]
+            needed.seen = SeenByHooks(inside[1:])
             for outer in _around(self._needs, modules, path):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]
@@ -222,9 +225,8 @@ def _around(needs: Mapping[nn.Module, Needed], modules: Modules, path: str) -> I
 
 
 def _reached(module: nn.Module, needed: Needed, needs: Mapping[nn.Module, Needed]) -> Iterator[nn.Module]:
-    """See `Needed.reached`."""
-    if not type(module).__module__.startswith("torch.nn."):
-        yield module
+    """The module, and all inside of it but for those that need something else."""
+    yield module
     for child in module.children():
         if child not in needs or needed.covers(needs[child]):
             yield from _reached(child, needed, needs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch.autograd import graph
+from torch.autograd.grad_mode import _force_original_view_tracking
 
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
@@ -161,7 +162,9 @@ def _kept(keeper: _Keeper) -> Iterator[None]:
         _num_scopes += 1
         graph.disable_saved_tensors_hooks = _disable
     try:
-        with graph.saved_tensors_hooks(keeper, _unpacked):
+        # A view of a weight may be used after the block. Autograd then makes its node anew: from the view's operations,
+        # as the weight has other strides while it is hidden.
+        with _force_original_view_tracking(True), graph.saved_tensors_hooks(keeper, _unpacked):
             yield
     finally:
         with _lock:

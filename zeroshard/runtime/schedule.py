@@ -15,6 +15,7 @@ from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, under_transform
+from zeroshard.model.trees import differentiable
 from zeroshard.runtime.calls import (
     MOST_VISITS,
     Entry,
@@ -23,7 +24,6 @@ from zeroshard.runtime.calls import (
     ToCome,
     Trail,
     Visit,
-    differentiable,
     find_gone,
     left_beside,
     without_views,
@@ -118,7 +118,7 @@ class Schedule(NotCopied):
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self.running.begin(units, inputs)
-        needed.begin()
+        needed.begin(notes=bool(begins))
         if in_backward():
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
@@ -134,7 +134,7 @@ class Schedule(NotCopied):
         if (end := self.running.end(units)) is End.NOT_BEGUN:  # these units were never entered
             return output
         evaluates, self._evaluates = self._evaluates, self._evaluates and bool(self.running)
-        needed.end()
+        seen = needed.end()
         free = self.gatherer.leave(units, waits=end is End.RETURNED)
         self._show_what_is_read_again()
         if not transformed:
@@ -161,10 +161,10 @@ class Schedule(NotCopied):
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
-        leaves = [*differentiable(output), *left_beside(inputs, needed.reached)]
+        leaves = [*differentiable(output), *left_beside(inputs, needed.reached, () if transformed else free), *seen]
         hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
-            left = left_beside(inputs, module.modules())
+            left = left_beside(inputs, [*module.modules()])
             self._hook(left, [visit for visit in visits if visit not in hooked], entries)
         return output
 
@@ -302,7 +302,7 @@ class Schedule(NotCopied):
             if accumulates is None:
                 accumulates = any(is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
                 if not accumulates:
-                    self.gatherer.guard()
+                    self.gatherer.let_differentiate()
         if accumulates and not self.accumulates:
             self.accumulates = True
             self.reducer.begin_backward()

@@ -1,10 +1,8 @@
 """The versions of a unit's parameters, which autograd compares before it reads a weight that it has saved.
 
 [Note: versions of weights that are gone] A backward may come to a unit that no hook has gathered: its forward has left
-the result where no hook finds it. For a trained parameter, its gradient hook notices that. A frozen one has none, and
-the gradients of the units before would be wrong without an error. So while its values are gone, its version counter
-is another one: autograd compares the version of each saved tensor before it reads it, and raises. So it is after a
-scope, where a weight may have been used by itself, until the next gather.
+the result where no hook finds it. The gradients would be wrong without an error. So while borrowed weights are hidden,
+their version counters are others: autograd compares the version of each saved tensor before it reads it, and raises.
 
 [Note: versions of new weights] Plain torch raises in the backward of a graph that has saved weights which a step, or a
 load, has overwritten since: their gradients would mix old activations with new weights. Here new values are written to
@@ -19,7 +17,8 @@ when a hook runs for the first time, the values are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from operator import add, sub
 
@@ -31,10 +30,28 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.storage.main_weights import have_same_bits
 
 
+@contextmanager
+def told_of_gone_weights(borrow: bool) -> Iterator[None]:
+    """Around a backward: an error of autograd that compares versions says what it means here. `borrow`: whether
+    any weights are here only for forwards and backwards."""
+    try:
+        yield
+    except RuntimeError as error:
+        if borrow and "modified by an inplace operation" in str(error):
+            error.add_note(
+                "backward: if the loss uses a value from inside of a unit that its modules' forward does not return "
+                "(nor leave in attributes or inputs), the weights behind it are not here: return it. A weight that was "
+                "used inside `with handle.unsharded():` needs the backward inside the same block"
+            )
+        raise
+
+
 class Versions:
     """See the module's note.
 
     Attributes:
+        may_be_differentiated: whether a gradient may be computed for a parameter while it is hidden: behind a scope,
+            where it may have been used by itself, and in a backward that adds to no gradients.
         kept: slot -> the backward that last read values of it which a scope has kept (`kept_weights.py`).
     """
 
@@ -43,6 +60,7 @@ class Versions:
         self._here: tuple[int, ...] | None = None  # while guarded: the versions before
         self._renewals = [0] * len(self._parameters)
         self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
+        self.may_be_differentiated = False
         self.kept: dict[int, int] = {}
         self._num_hooks: dict[int, int] = {}  # slot -> how many hooks it had when its values were compared
 
@@ -73,10 +91,6 @@ class Versions:
         with as_tensors():
             versions = self._here or [parameter._version for parameter in self._parameters]
         return [*map(sub, versions, self._renewals)]
-
-    @property
-    def is_guarded(self) -> bool:
-        return self._here is not None
 
     def number(self, slot: int) -> int:
         """The version of a parameter, also while its values are gone."""

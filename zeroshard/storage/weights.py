@@ -143,7 +143,7 @@ class Weights:
             )
             raise
         if not stale:
-            self.versions.unguard()
+            self.versions.may_be_differentiated = False
 
     def drop(self, *, forget: bool = False, may_be_written: bool = False) -> None:
         """RESIDENT or GATHERING (which is waited for) -> SHARDED: only the own interval remains valid.
@@ -159,21 +159,12 @@ class Weights:
         self.hide()
         self.buffer.detach(forget=forget)
         self.buffer.become(SHARDED)
-        with as_tensors():
-            hooked = all(parameter.requires_grad for parameter in self._parameters)
-        if not hooked:
-            self.guard()
-
-    def guard(self) -> None:
-        """Let autograd raise if it reads borrowed weights while they are gone."""
-        if self.buffer.borrows and self.state is Residency.SHARDED:
-            self.versions.guard()
 
     def rest(self) -> None:
         """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
         if self.buffer.borrows:
             self.drop(forget=True)
-            self.guard()
+            self.versions.may_be_differentiated = True
 
     def put_away(self, *, after_forward: bool = True) -> None:
         """Hide the parameters after a forward or backward. The values stay in the buffer until `drop`.
@@ -248,14 +239,17 @@ class Weights:
             if self._common is not None:
                 self._common.watch()
             if self.buffer.borrows:
+                self.versions.unguard()
                 self._writes = self.versions.writes()
 
     def hide(self) -> None:
-        """Make the parameters absent: they raise when they are read or written."""
+        """Make the parameters absent: they raise when they are read or written, also by a backward."""
         if self.shown or not self._pointers:
             self.expect_in_place()
             self.absent.take(self._parameters)
             self.shown, self._pointers = False, self.absent.pointers
+            if self.buffer.borrows:
+                self.versions.guard()
 
     def free(self) -> None:
         """Free the buffer for good. The parameters become absent: give them values at once."""
@@ -298,16 +292,16 @@ class Weights:
         return self.in_use == self.scopes and self.buffer.borrows
 
     def expect_shown(self, parameter: Tensor) -> None:
-        """Check that the parameters have their values when a gradient has been computed for one of them. (Autograd has
-        saved a leaf as it is, not its values.)
+        """Check that the parameters have their values when a gradient has been computed for one of them.
 
         Raises:
-            RuntimeError: no hook has gathered them for this backward.
+            RuntimeError: no hook has gathered them for this backward. (If it had read what autograd has saved, that had
+                raised. But views have other strides while their weight is hidden: their gradients would be wrong.)
         """
-        if not self.shown:
+        if not self.shown and not self.versions.may_be_differentiated:
             index = next(i for i, p in enumerate(self._parameters) if p is parameter)
-            if self.versions.is_guarded or self.versions.kept.get(index) == torch._C._current_graph_task_id():
-                return  # autograd would have raised if it had read them; or a scope has kept them
+            if self.versions.kept.get(index) == torch._C._current_graph_task_id():
+                return  # a scope has kept them
             raise InvalidState(
                 f"backward: the values of parameter {self.absent.names[index]} are not here, and its gradient may be "
                 "wrong. It was used outside of a forward of its modules (inside `with handle.unsharded():`): run the "
