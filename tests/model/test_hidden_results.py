@@ -243,11 +243,19 @@ def features(model: nn.Module, x: Tensor, how: str, kind: str) -> list[Tensor]:
     def keep_input(module: nn.Module, args: Any) -> None:
         kept.append(args[0])
 
+    def keep_any(module: nn.Module, args: Any, output: Tensor) -> None:
+        if module in inside:
+            kept.append(output)
+
+    inside = inner(model, how)
     by_kind: dict[str, Any] = {"output": keep_output, "replaced": replace_output}
     removers = [
         module.register_forward_pre_hook(keep_input) if kind == "input" else module.register_forward_hook(by_kind[kind])
-        for module in inner(model, how)
+        for module in inside
+        if kind != "global"
     ]
+    if kind == "global":
+        removers.append(nn.modules.module.register_module_forward_hook(keep_any))
     model(x)
     for remover in removers:
         remover.remove()
@@ -260,8 +268,8 @@ HOOKS = [
     for kind in ("output", "input")
     for frozen in (False, True)
 ]
+HOOKS += [("linear", kind, False) for kind in ("replaced", "global")]
 begin = SeenByHooks.begin
-HOOKS.append(("linear", "replaced", False))
 
 
 def test_what_hooks_of_the_user_keep_from_inside_of_a_unit() -> None:

@@ -153,6 +153,7 @@ class Hooks(NotCopied):
         self._first.clear()
         for needed in self._needs.values():  # a call may be running, and would put them back
             needed.inside.clear()
+            needed.seen.end()
         self._needs.clear()
 
 

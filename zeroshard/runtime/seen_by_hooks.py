@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.model.trees import differentiable
@@ -30,9 +31,10 @@ class SeenByHooks:
     def begin(self) -> None:
         """A call begins. The hooks of the engine on the modules inside have been taken off."""
         for module in self._inside:
-            if module._forward_hooks:  # in front of those hooks: one of them may return another output
+            # In front of those hooks: one of them may return another output.
+            if module._forward_hooks or _module._global_forward_hooks:
                 self._handles.append(module.register_forward_hook(self._note_output, prepend=True))
-            if module._forward_pre_hooks:
+            if module._forward_pre_hooks or _module._global_forward_pre_hooks:
                 self._handles.append(
                     module.register_forward_pre_hook(self._note_inputs, prepend=True, with_kwargs=True)
                 )
