@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -112,7 +113,6 @@ class Around:
         self._handles.append(module.register_forward_hook(self.after, always_call=True, with_kwargs=True))
         self.first, self.last = (handle.id for handle in self._handles)
         vars(module)[_CALL] = self._call
-        vars(module)[_STATE] = partial(_state_of, self._module)
 
     def take_off(self) -> None:
         self.of_before.pop(self.first, None)
@@ -136,8 +136,6 @@ class Around:
         for handle in self._handles:
             handle.remove()
         self._reset_call()
-        if (module := self._module()) is not None:
-            vars(module).pop(_STATE, None)
 
     def _reset_call(self) -> None:
         if (module := self._module()) is not None:
@@ -147,16 +145,8 @@ class Around:
 _CALL = "_call_impl"
 """What torch's `nn.Module.__call__` calls."""
 
-_STATE = "__getstate__"
-"""What `copy.copy` calls."""
-
-
-def _state_of(module: weakref.ref[nn.Module]) -> Any:
-    """A shallow copy has the hooks, and calls itself: with the `_call_impl` above it would call the original."""
-    alive = module()
-    of_class: Any = type(alive)
-    state = of_class.__getstate__(alive)
-    return {k: v for k, v in state.items() if k not in (_CALL, _STATE)} if isinstance(state, dict) else state
+_CALLER = nn.Module._wrapped_call_impl.__code__
+"""Calls it."""
 
 
 def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: bool) -> Callable[..., Any]:
@@ -169,6 +159,11 @@ def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: 
         alive: Any = of_module()
         if torch.compiler.is_compiling():
             return type(alive)._call_impl(alive, *args, **kwargs)
+        caller = sys._getframe(1)
+        called = caller.f_locals["self"] if caller.f_code is _CALLER else alive
+        del caller  # a frame keeps what is in it
+        if called is not alive:  # a copy of the module has this attribute, too (`copy.copy`, higher)
+            return type(called)._call_impl(called, *args, **kwargs)
         cast = len(running())
         try:
             return type(alive)._call_impl(alive, *args, **kwargs)
