@@ -74,7 +74,7 @@ def test_the_model_keeps_its_class_names_and_parameters(rank: int) -> None:
         with handle.unsharded():
             assert all(type(p) is nn.Parameter for p in model.parameters())
         own = {"extra_repr", "zero_grad"}  # for print(model), and hooks
-        own |= {"_call_impl"}  # for calls that are interrupted, and copies without the first one
+        own |= {"_call_impl"}  # for calls that are interrupted
         assert vars(model).keys() == vars(make(Net)).keys() | own
         assert handle.model is model
 
