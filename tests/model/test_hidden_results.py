@@ -7,6 +7,7 @@ were wrong, without an error.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -210,8 +211,8 @@ def test_what_cannot_be_found_raises(rank: int) -> None:
 
 
 def inner(model: nn.Module, how: str) -> list[nn.Module]:
-    """Modules that lie inside of a unit."""
-    kind = {"linear": nn.Linear, "without parameters": nn.Tanh}[how]
+    """Modules that lie inside of a unit, or the units."""
+    kind = {"linear": nn.Linear, "without parameters": nn.Tanh, "units": nn.Sequential}[how]
     return [module for module in model.modules() if type(module) is kind]
 
 
@@ -243,18 +244,20 @@ def features(model: nn.Module, x: Tensor, how: str, kind: str) -> list[Tensor]:
     def keep_input(module: nn.Module, args: Any) -> None:
         kept.append(args[0])
 
-    def keep_any(module: nn.Module, args: Any, output: Tensor) -> None:
-        if module in inside:
-            kept.append(output)
+    def keep_any(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if module not in inside:
+            return None
+        kept.append(output)
+        return output.detach() if kind == "global, replaced" else None
 
     inside = inner(model, how)
     by_kind: dict[str, Any] = {"output": keep_output, "replaced": replace_output}
     removers = [
         module.register_forward_pre_hook(keep_input) if kind == "input" else module.register_forward_hook(by_kind[kind])
         for module in inside
-        if kind != "global"
+        if not kind.startswith("global")
     ]
-    if kind == "global":
+    if kind.startswith("global"):
         removers.append(nn.modules.module.register_module_forward_hook(keep_any))
     model(x)
     for remover in removers:
@@ -268,7 +271,8 @@ HOOKS = [
     for kind in ("output", "input")
     for frozen in (False, True)
 ]
-HOOKS += [("linear", kind, False) for kind in ("replaced", "global")]
+HOOKS += [("linear", kind, False) for kind in ("replaced", "global", "global, replaced")]
+HOOKS += [("units", kind, False) for kind in ("replaced", "global, replaced")]
 begin = SeenByHooks.begin
 
 
@@ -278,7 +282,7 @@ def test_what_hooks_of_the_user_keep_from_inside_of_a_unit() -> None:
     def of(how: str, kind: str, frozen: bool) -> Job:
         def loss_of(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
             kept = features(model, data(rank, step), how, kind)
-            use = kept if kind == "replaced" else kept[2 : len(kept) - 1]
+            use = kept if kind.endswith("replaced") else kept[2 : len(kept) - 1]
             return sum((one.square().mean() for one in use), torch.zeros(()))
 
         return Job(model=partial(Layers, frozen=frozen), units=nn.Sequential, loss_of=loss_of)
@@ -300,7 +304,7 @@ def test_what_hooks_of_the_user_keep_from_inside_of_a_unit() -> None:
 @on_ranks(2)
 def test_without_noting_them_they_raise(rank: int) -> None:
     """The control."""
-    SeenByHooks.begin = lambda self: None  # type: ignore[method-assign]
+    SeenByHooks.begin = lambda self, running: None  # type: ignore[method-assign]
     try:
         model = Layers(frozen=False)
         zeroshard.shard(model, "zero3", units=nn.Sequential)
@@ -308,6 +312,18 @@ def test_without_noting_them_they_raise(rank: int) -> None:
             features(model, data(rank, 0), "linear", "output")[-2].sum().backward()
     finally:
         SeenByHooks.begin = begin  # type: ignore[method-assign]
+
+
+@on_ranks(2)
+def test_global_hooks_beside_a_scripted_part(rank: int) -> None:
+    """torch registers no hooks on it: the forward raised."""
+    model = Layers(frozen=False)
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        for block in model.blocks:
+            block[1] = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))  # type: ignore[index]
+    zeroshard.shard(model, "zero3", units=nn.Sequential)
+    assert len(features(model, data(rank, 0), "linear", "global")) >= 2 * BLOCKS
+    assert list(nn.modules.module._global_forward_hooks) == []
 
 
 @on_ranks(2)

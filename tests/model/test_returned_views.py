@@ -246,3 +246,112 @@ def test_views_that_are_left_elsewhere_and_used_while_weights_are_hidden() -> No
         assert all(gradient.abs().sum() > 0 for gradient in expected.values()), how
         for one in found:
             assert all(torch.equal(one[name], expected[name]) for name in expected), how
+
+
+KEPT: list[Tensor] = []
+"""Not in an attribute or an input, where they would be found."""
+
+
+class Rows(nn.Module):
+    """Is called inside of a unit, and returns views of its weight."""
+
+    def __init__(self, *, several: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, WIDTH))
+        self.several = several
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return self.weight.chunk(2) if self.several else (self.weight[:4],)
+
+
+class Given(nn.Module):
+    """A unit. `view`: of a weight of the model around it."""
+
+    kept: Any = None
+    kept_of_root: Any = None
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.rows, self.same = Rows(several="several" in how), nn.Identity()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor, view: Tensor) -> Tensor:
+        row = self.same(self.rows()[0])[:4]
+        if self.how.startswith("attribute") and self.kept is None:  # in the first step only
+            self.kept = self.rows() if "several" in self.how else self.linear.weight.t()
+        elif self.how == "left by the model":
+            self.kept_of_root = view
+        elif self.how == "list":
+            KEPT.append(self.rows.weight[1:5])
+        weight = self.kept if isinstance(self.kept, Tensor) else self.linear.weight.t()
+        return torch.tanh(x @ weight + row) + self.same(view)
+
+
+class Around(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.blocks = nn.ModuleList(Given(how) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.weight.t()[:4])
+        return x
+
+
+def keep_outputs(model: Around, how: str) -> Any:
+    """By hooks of the user; returns what removes a global one."""
+    if how == "hook of all modules":
+        return nn.modules.module.register_module_forward_hook(
+            lambda module, args, output: KEPT.append(output[0]) if isinstance(module, Rows) else None
+        )
+    for block in model.blocks if how.startswith("hook") else ():
+        if how == "hook, input":
+            block.same.register_forward_pre_hook(lambda module, args: KEPT.append(args[0]))
+        else:
+            block.rows.register_forward_hook(lambda module, args, output: KEPT.extend(output))
+    return None
+
+
+def steps_with_views(plan: str, how: str, way: str) -> list[Any]:
+    """Losses and gradients."""
+    found: list[Any] = []
+    with travelling(way):
+        model: Any = make(partial(Around, how))
+        remover = keep_outputs(model, how)
+        handle = zeroshard.shard(model, plan, units=Given)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            KEPT.clear()
+            loss = model(data(0, step)).square().mean()
+            views = [*KEPT, *(block.kept_of_root for block in model.blocks if how == "left by the model")]
+            # A list keeps the views themselves: their values are those of another unit.
+            uses = [view * 3 if how == "list" else view * view.cos() for view in views]
+            assert bool(uses) != how.startswith("attribute")
+            loss = loss + sum((use.sum() for use in uses), torch.zeros(()))
+            optimizer.backward(loss)
+            found.append({name: handle.gradient(name) for name, _ in model.named_parameters()})
+            found += [] if how == "list" else [{"loss": loss.detach()}]
+            optimizer.step()
+        if remover is not None:
+            remover.remove()
+    return found
+
+
+WAYS_KEPT = ("hook", "hook, input", "hook, several", "hook of all modules", "attribute", "attribute, several")
+WAYS_KEPT += ("left by the model", "list")
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("how", WAYS_KEPT)
+def test_views_that_are_kept_have_their_values_and_gradients(how: str) -> None:
+    """`how`: by what. In silence they had the values of other units, or of an earlier step where a module looks at its
+    weight once, or their gradients came to other elements; `chunk` raised."""
+
+    def of_rank(rank: int) -> Any:
+        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
+        return [steps_with_views(plan, how, way) for plan, way in ways]
+
+    expected, *found = run_ranks(of_rank, 2)[1]
+    for one in found:
+        assert all(same_bits(*both) for both in zip(one, expected, strict=True))

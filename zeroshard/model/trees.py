@@ -84,7 +84,14 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def differentiable(output: Any) -> list[Tensor]:
     """The tensors in an output that have a `grad_fn`."""
-    return [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    return [tensor for tensor in tensors_in(output) if _has_graph(tensor)]
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # one of several views (`chunk`) of what has been written to since: torch raises if it is used
+        return False
 
 
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

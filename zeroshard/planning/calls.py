@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from zeroshard.model.paths import Modules, first_paths
 from zeroshard.model.trees import differentiable
-from zeroshard.runtime.calls import Entry, left_beside
+from zeroshard.runtime.calls import Entry
+from zeroshard.runtime.weight_views import left_beside
 
 
 class Event(NamedTuple):

@@ -18,12 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
-from zeroshard.errors import InvalidState
-from zeroshard.model.absent import as_tensors
 from zeroshard.model.casting import end_calls, running
 from zeroshard.model.outside_graphs import between_graphs
 from zeroshard.model.room import with_room
-from zeroshard.model.trees import differentiable, replace_kept_in, replace_tensors, tensors_in, tensors_kept_by
+from zeroshard.model.trees import differentiable
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -63,8 +61,9 @@ class Needed:
         """Whether these needs include the other ones."""
         return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
 
-    def begin(self, *, notes: bool) -> None:
-        """The call begins: take the hooks off the modules inside. `notes`: a backward may come to what they make."""
+    def begin(self, running: Callable[[], Iterable[Unit]] | None) -> None:
+        """The call begins: take the hooks off the modules inside. `running`: the units of the running calls, if a
+        backward may come to what they make."""
         # [Note: modules inside a unit]
         # They need no hooks, and torch calls a module without hooks much faster. And torch.compile must not trace these
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
@@ -72,8 +71,8 @@ class Needed:
         self.running += 1
         for hooks in self.inside.values() if self.running == 1 else ():
             hooks.take_off()
-        if notes and self.running == 1:
-            self.seen.begin()
+        if running is not None and self.running == 1:
+            self.seen.begin(running)
 
     def end(self) -> list[Tensor]:
         """The call is over: put them back, in front of all other hooks, and behind. What other hooks have seen."""
@@ -332,61 +331,3 @@ class Entry:
         # may have lower numbers.
         node = output.grad_fn
         return node is not None and node not in self.given and node._sequence_nr() >= self.next_node
-
-
-def left_beside(inputs: Any, modules: Sequence[nn.Module], units: Sequence[Unit] = ()) -> list[Tensor]:
-    """Where a call may have left results beside its output: in its inputs (a list that they are appended to), and in
-    attributes of these modules. Views of the weights of these units are replaced there, as in `without_views`."""
-    kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-    left = [*differentiable(inputs), *differentiable(kept)]
-    copies = _copies_of_views(left, units)
-    if not copies:
-        return left
-    for tree in (inputs, *modules):
-        replace_kept_in(tree, lambda tensor: copies.get(id(tensor), tensor))
-    return [copies.get(id(tensor), tensor) for tensor in left]
-
-
-def without_views(output: Any, units: Sequence[Unit]) -> Any:
-    """The output of a call, with copies in place of the weights of these units, and of views of them: other units will
-    use the memory of the weights after the call, while the caller, or autograd, may still read what was returned.
-
-    Raises:
-        RuntimeError: a view is in an object whose fields cannot be replaced.
-    """
-    tensors = tensors_in(output) if units else ()
-    copies = _copies_of_views(tensors, units)
-    for parameter in (tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and id(tensor) not in copies):
-        for unit in (unit for unit in units if any(parameter is mine for mine in unit.parameters)):
-            copies[id(parameter)] = _copy(parameter, unit)
-    if not copies:
-        return output
-    # In the module's own lists and dicts: it may have kept them.
-    output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None)
-    for unit in filter(None, (_holder(tensor, units) for tensor in tensors_in(output))):
-        raise InvalidState(
-            f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
-            "memory of the weight is used by other units after the forward. Return a copy (`.clone()`), or a tuple, a "
-            "dict or a dataclass, in which the view is replaced by a copy"
-        )
-    return output
-
-
-def _copies_of_views(tensors: Iterable[Tensor], units: Sequence[Unit]) -> dict[int, Tensor]:
-    """By the ids of those that lie in the weights of these units."""
-    found = ((tensor, _holder(tensor, units)) for tensor in tensors) if units else ()
-    return {id(tensor): _copy(tensor, unit) for tensor, unit in found if unit is not None}
-
-
-def _holder(tensor: Tensor, units: Sequence[Unit]) -> Unit | None:
-    with as_tensors():  # a parameter itself may be among them, and it is absent by now
-        return next((unit for unit in units if unit.weights.holds(tensor)), None)
-
-
-def _copy(tensor: Tensor, unit: Unit) -> Tensor:
-    """A copy of a weight or of a view of it. While its weight is hidden, autograd would make the view's node anew, for
-    the strides of what is there in place of the weight."""
-    unit.weights.show()
-    copy = tensor.clone()
-    unit.weights.hide()
-    return copy

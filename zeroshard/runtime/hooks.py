@@ -89,7 +89,7 @@ class Hooks(NotCopied):
             needed.hooks = around[module]
             inside = [*_reached(module, needed, self._needs)]
             needed.reached = [one for one in inside if not type(one).__module__.startswith("torch.nn.")]
-            needed.seen = SeenByHooks(inside[1:])
+            needed.seen = SeenByHooks(inside)
             for outer in _around(self._needs, modules, path):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]

@@ -122,6 +122,9 @@ class Running:
                 if tensor.is_leaf:  # it may outlive the graph
                     self._on_leaves.append(hook)
         self._calls.append((units, _open("forward", units), sys.exception()))
+        if self._tracked_views() is None and any(unit.weights.buffer.borrows for unit in units):
+            self._of_thread.tracked_views = torch._C._is_view_replay_enabled()
+            torch._C._set_view_replay_enabled(True)
 
     def end(self, units: Sequence[Unit]) -> End:
         """The innermost call that needs these units is over."""
@@ -130,12 +133,27 @@ class Running:
             running, forward, handled = calls[index]
             if running is units:  # not `==`: several modules may need the same units
                 del calls[index]
-                if not calls and self._runner == threading.get_ident():
-                    self._runner = None
+                if not calls:
+                    self._restore_views()
+                    if self._runner == threading.get_ident():
+                        self._runner = None
                 _close(forward)
                 # The model may be called where another error is being handled (`except: model(x)`).
                 return End.RETURNED if sys.exception() is handled else End.RAISED
         return End.NOT_BEGUN
+
+    def _tracked_views(self) -> bool | None:
+        """While units are borrowed on this thread: whether torch tracked views before.
+
+        [Note: views of borrowed weights] A view of a weight may be used when its weight is hidden, whose version is
+        another one then. Autograd makes the view's node anew, and would do so from the strides of what is there in
+        place of the weight: the gradient came to other elements. So it is told to remember the view's operations."""
+        return getattr(self._of_thread, "tracked_views", None)
+
+    def _restore_views(self) -> None:
+        if (before := self._tracked_views()) is not None:
+            torch._C._set_view_replay_enabled(before)
+            self._of_thread.tracked_views = None
 
     def units(self) -> frozenset[Unit]:
         """Those of the running calls."""

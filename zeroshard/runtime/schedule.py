@@ -25,12 +25,11 @@ from zeroshard.runtime.calls import (
     Trail,
     Visit,
     find_gone,
-    left_beside,
-    without_views,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
+from zeroshard.runtime.weight_views import left_beside, without_views
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -118,7 +117,7 @@ class Schedule(NotCopied):
             self._entered.update(dict.fromkeys(begins, Entry.of(inputs)))
         self._trains = self._trains or any(unit.requiring_grad() for unit in units)
         self.running.begin(units, inputs)
-        needed.begin(notes=bool(begins))
+        needed.begin(self.running.units if begins else None)
         if in_backward():
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
@@ -161,8 +160,8 @@ class Schedule(NotCopied):
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
-        leaves = [*differentiable(output), *left_beside(inputs, needed.reached, () if transformed else free), *seen]
-        hooked = self._hook({id(leaf): leaf for leaf in leaves}.values(), visits, entries)
+        left = left_beside(inputs, needed.reached, () if transformed else free, around)
+        hooked = self._hook([*differentiable(output), *left, *seen], visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
             left = left_beside(inputs, [*module.modules()])
             self._hook(left, [visit for visit in visits if visit not in hooked], entries)
@@ -401,7 +400,7 @@ def _with_bases(leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     place later (`y = linear(x); y += x`: of three dimensions, the output of a linear layer is a view), autograd
     replaces the node that made it, and no hook on the view is called. The node of its base stays."""
     bases = dict[int, Tensor]()
-    for leaf in leaves:
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
         yield leaf, False
         base = leaf._base
         if base is not None and base.grad_fn is not None:

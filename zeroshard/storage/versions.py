@@ -28,6 +28,7 @@ from torch.autograd.graph import increment_version
 
 from zeroshard.model.absent import as_tensors
 from zeroshard.storage.main_weights import have_same_bits
+from zeroshard.storage.view_copies import ViewCopies
 
 
 @contextmanager
@@ -52,6 +53,7 @@ class Versions:
     Attributes:
         may_be_differentiated: whether a gradient may be computed for a parameter while it is hidden: behind a scope,
             where it may have been used by itself, and in a backward that adds to no gradients.
+        copies: in place of views of the parameters.
         kept: slot -> the backward that last read values of it which a scope has kept (`kept_weights.py`).
     """
 
@@ -62,6 +64,7 @@ class Versions:
         self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
         self.may_be_differentiated = False
         self.kept: dict[int, int] = {}
+        self.copies = ViewCopies()
         self._num_hooks: dict[int, int] = {}  # slot -> how many hooks it had when its values were compared
 
     def guard(self) -> None:

@@ -241,6 +241,7 @@ class Weights:
             if self.buffer.borrows:
                 self.versions.unguard()
                 self._writes = self.versions.writes()
+                self.versions.copies.renew(self._parameters, self.versions.number)
 
     def hide(self) -> None:
         """Make the parameters absent: they raise when they are read or written, also by a backward."""
@@ -330,6 +331,17 @@ class Weights:
         if full is None or tensor.device != full.device or not torch._C._has_storage(tensor):
             return False
         return full.data_ptr() <= tensor.data_ptr() < full.data_ptr() + full.nbytes
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """A copy of a weight or of a view of it, which gets the new values when the weight has some. While the weight
+        is hidden, autograd would make the view's node anew, for the strides of what is there in its place."""
+        is_shown = self.shown
+        self.show()
+        copy = tensor.clone()
+        self.versions.copies.add(tensor, copy, self._parameters, self.versions.number)
+        if not is_shown:
+            self.hide()
+        return copy
 
     def expect_in_place(self) -> None:
         """Check that the parameters' data lie where this class has put them.

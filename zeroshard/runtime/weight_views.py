@@ -1,0 +1,88 @@
+"""Views of weights that would outlive the time for which their weights are here: they are replaced by copies.
+
+Under a plan that borrows weights, other units use the memory of a weight after the call of its module, while the
+caller, a hook or autograd may still read a view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroshard.errors import InvalidState
+from zeroshard.model.absent import as_tensors
+from zeroshard.model.trees import differentiable, replace_kept_in, replace_tensors, tensors_in, tensors_kept_by
+from zeroshard.storage.unit import Unit
+
+
+def left_beside(
+    inputs: Any, modules: Sequence[nn.Module], units: Sequence[Unit] = (), around: Sequence[Unit] = ()
+) -> list[Tensor]:
+    """Where a call may have left results beside its output: in its inputs (a list that they are appended to), and in
+    attributes of these modules. Views of the weights of these units are replaced there, as in `without_views`.
+
+    Args:
+        around: units of the calls around this one. They do not look at these modules when they end. Not used without
+            `units`.
+    """
+    _replace_views(tensors_in(inputs), units, [inputs])
+    if units:
+        kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
+        _replace_views(kept, [*units, *around], modules)
+    kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
+    return [*differentiable(inputs), *differentiable(kept)]
+
+
+def _replace_views(tensors: Iterable[Tensor], units: Sequence[Unit], trees: Iterable[Any]) -> None:
+    """In these trees, in which the tensors are."""
+    # Not by `grad_fn`: torch raises for one of several views (`chunk`), as the version is another one by now.
+    copies = _copies_of_views((tensor for tensor in tensors if tensor.requires_grad and tensor._is_view()), units)
+    for tree in trees if copies else ():
+        replace_kept_in(tree, lambda tensor: copies.get(id(tensor), tensor))
+
+
+def without_views(output: Any, units: Sequence[Unit]) -> Any:
+    """The output of a call, with copies in place of the weights of these units, and of views of them.
+
+    Raises:
+        RuntimeError: a view is in an object whose fields cannot be replaced.
+    """
+    tensors = tensors_in(output) if units else ()
+    copies = _copies_of_views(tensors, units)
+    for parameter in (tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and id(tensor) not in copies):
+        for unit in (unit for unit in units if any(parameter is mine for mine in unit.parameters)):
+            copies[id(parameter)] = unit.weights.copy_of(parameter)
+    if not copies:
+        return output
+    # In the module's own lists and dicts: it may have kept them.
+    output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None)
+    for unit in filter(None, (_holder(tensor, units) for tensor in tensors_in(output))):
+        raise InvalidState(
+            f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
+            "memory of the weight is used by other units after the forward. Return a copy (`.clone()`), or a tuple, a "
+            "dict or a dataclass, in which the view is replaced by a copy"
+        )
+    return output
+
+
+def shown_without_views(tree: Any, units: Iterable[Unit]) -> Any:
+    """What a hook of the user's is given, with copies in place of views of the weights of these units, which are here:
+    the hook may keep it. The same tree if there are none, or if they are in objects whose fields cannot be replaced."""
+    views = [tensor for tensor in tensors_in(tree) if isinstance(tensor._base, nn.Parameter)]
+    if not views:
+        return tree
+    copies = _copies_of_views(views, [unit for unit in units if unit.weights.buffer.borrows])
+    return replace_tensors(lambda tensor: copies.get(id(tensor), tensor), tree, lambda *_: None) if copies else tree
+
+
+def _copies_of_views(tensors: Iterable[Tensor], units: Sequence[Unit]) -> dict[int, Tensor]:
+    """By the ids of those that lie in the weights of these units."""
+    found = ((tensor, _holder(tensor, units)) for tensor in tensors) if units else ()
+    return {id(tensor): unit.weights.copy_of(tensor) for tensor, unit in found if unit is not None}
+
+
+def _holder(tensor: Tensor, units: Sequence[Unit]) -> Unit | None:
+    with as_tensors():  # a parameter itself may be among them, and it is absent by now
+        return next((unit for unit in units if unit.weights.holds(tensor)), None)
