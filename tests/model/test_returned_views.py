@@ -8,6 +8,7 @@ self.bias`) raised when the caller used it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -323,7 +324,8 @@ def steps_with_views(plan: str, how: str, way: str) -> list[Any]:
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         for step in range(3):
             KEPT.clear()
-            loss = model(data(0, step)).square().mean()
+            with handle.unsharded() if how.endswith("in a block") and step == 0 else nullcontext():
+                loss = model(data(0, step)).square().mean()
             views = [*KEPT, *(block.kept_of_root for block in model.blocks if how == "left by the model")]
             # A list keeps the views themselves: their values are those of another unit.
             uses = [view * 3 if how == "list" else view * view.cos() for view in views]
@@ -339,7 +341,7 @@ def steps_with_views(plan: str, how: str, way: str) -> list[Any]:
 
 
 WAYS_KEPT = ("hook", "hook, input", "hook, several", "hook of all modules", "attribute", "attribute, several")
-WAYS_KEPT += ("left by the model", "list")
+WAYS_KEPT += ("attribute, in a block", "left by the model", "list")
 
 
 @pytest.mark.by_cpu

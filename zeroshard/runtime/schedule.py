@@ -160,7 +160,7 @@ class Schedule(NotCopied):
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
-        left = left_beside(inputs, needed.reached, () if transformed else free, around)
+        left = left_beside(inputs, needed.reached, () if transformed else free, (*in_scope, *around))
         hooked = self._hook([*differentiable(output), *left, *seen], visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
             left = left_beside(inputs, [*module.modules()])

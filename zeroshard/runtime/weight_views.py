@@ -18,19 +18,19 @@ from zeroshard.storage.unit import Unit
 
 
 def left_beside(
-    inputs: Any, modules: Sequence[nn.Module], units: Sequence[Unit] = (), around: Sequence[Unit] = ()
+    inputs: Any, modules: Sequence[nn.Module], units: Sequence[Unit] = (), kept_longer: Sequence[Unit] = ()
 ) -> list[Tensor]:
     """Where a call may have left results beside its output: in its inputs (a list that they are appended to), and in
     attributes of these modules. Views of the weights of these units are replaced there, as in `without_views`.
 
     Args:
-        around: units of the calls around this one. They do not look at these modules when they end. Not used without
-            `units`.
+        kept_longer: units of the calls around this one, which do not look at these modules when they end, and those
+            that a scope keeps: their views are replaced in attributes.
     """
     _replace_views(tensors_in(inputs), units, [inputs])
-    if units:
+    if units or kept_longer:
         kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-        _replace_views(kept, [*units, *around], modules)
+        _replace_views(kept, [*units, *kept_longer], modules)
     kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
     return [*differentiable(inputs), *differentiable(kept)]
 
