@@ -19,13 +19,24 @@ from typing import Any
 import pytest
 
 
-def late(namespace: dict[str, Any], names: Mapping[str, str]) -> Callable[[], None]:
-    """A fixture for a test module with this namespace. `names`: module -> names in it, separated by spaces."""
+def late(namespace: dict[str, Any], names: Mapping[str, str], *, autouse: bool = True) -> Callable[[], None]:
+    """A fixture for a test module with this namespace, whose tests are skipped where a library is not installed.
 
-    @pytest.fixture(autouse=True, scope="module")
+    Args:
+        names: module -> names in it, separated by spaces.
+        autouse: whether all tests of the module need them; else those that ask for the fixture.
+    """
+
+    @pytest.fixture(autouse=autouse, scope="module")
     def _late() -> None:
         for module, wanted in names.items():
-            namespace.update({name: getattr(importlib.import_module(module), name) for name in wanted.split()})
+            try:
+                found = importlib.import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.partition(".")[0] in ("tests", "zeroshard"):
+                    raise
+                pytest.skip(f"{error.name} is not installed")
+            namespace.update({name: getattr(found, name) for name in wanted.split()})
 
     return _late
 

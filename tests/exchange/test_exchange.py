@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NAMES = ("Llama", "GPT-2", "T5")
 
 
-_late = late(globals(), {"tests.real_models.real": "ROWS"})
+_late = late(globals(), {"tests.real_models.real": "ROWS"}, autouse=False)
 
 
 def logits(row: Row, model: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def logits(row: Row, model: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, _late: None) -> Path:
     """For each model: checkpoints of two steps, and in `<name>.full` the second one's weights for a plain model."""
     directory = tmp_path_factory.mktemp("trained")
 
