@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zeroshard
 from tests.checkpoint.common import Run
@@ -111,6 +112,69 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
         if case.startswith("asks"):  # the message names the call and its line
             call = "ShardedOptimizer.state_dict" if case.endswith("state") else "Handle.full_state_dict"
             expect(ended, rf"rank 1 .*at test_left_alone\.py:\d+ in in_its_own_way \(in {call}\)")
+
+
+class Meet(torch.autograd.Function):
+    """A collective of the user's inside of a backward."""
+
+    number = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        total = grads[0].clone()
+        Meet.number += 1
+        dist.distributed_c10d._get_default_store().set(f"{dist.get_rank()} meets {Meet.number}", "")
+        dist.all_reduce(total)
+        return total
+
+
+class Block(nn.Linear):
+    def forward(self, x: torch.Tensor, used: bool = True) -> torch.Tensor:
+        return torch.tanh(super().forward(x) if used else x * 1)
+
+
+class Five(nn.Module):
+    """Five blocks, and a collective between the third and the fourth. The fourth may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4, 4) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, used: bool) -> Any:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.blocks[4](self.blocks[3](Meet.apply(x), used)).sum()  # type: ignore[no-untyped-call]
+
+
+def meets_in_backward(rank: int, mark: Callable[[], Any]) -> None:
+    """Rank 1 keeps no gradient of the fourth block from the first backward, so it needs a bucket in the second one.
+    Rank 0, which needs none, goes on to its collective before it has read what is in that bucket."""
+    zeroshard.init()
+    torch.manual_seed(0)
+    model = Five()
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    with handle.no_sync():
+        model(torch.ones(3, 4), rank == 0).backward()
+    mark()
+    loss = model(torch.ones(3, 4), True)
+    if rank == 1:
+        store = dist.distributed_c10d._get_default_store()
+        loss.register_hook(lambda grad: store.wait(["0 meets 2"], timedelta(seconds=AT_ONCE)))
+    loss.backward()
+
+
+def test_a_rank_that_does_not_read_while_it_waits_elsewhere_is_named_in_seconds() -> None:
+    """It had begun the reduction for which the other one waited, so no deadlock was found before the timeout."""
+    (ended,) = finish_all([Ranks(meets_in_backward, 2)])
+    expect(
+        ended,
+        r"ranks wait for each other \(deadlock\): rank 0 waits in torch.distributed.all_reduce, at test_left_alone.py",
+        r"rank 1 waits in reduce_scatter of unit blocks.4 \(backward\), until the other ranks have read it",
+    )
 
 
 def saves_at_last(rank: int, mark: Callable[[], Any], plan: str, case: str, folder: Path) -> None:

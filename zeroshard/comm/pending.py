@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from zeroshard.comm.comm_log import CommLog, Flight
 from zeroshard.comm.messages import Announcement, Messages
-from zeroshard.failures.positions import ON_WATCH, Wait
+from zeroshard.failures.positions import HERE, ON_WATCH, Wait
 from zeroshard.ranks.pipes import is_by_pipe
 
 
@@ -70,6 +70,8 @@ class Pending:
                 work.wait()
             if finish is not None:
                 self._acknowledgements = finish() or ()
+        if self._acknowledgements and self.at is not None:
+            HERE.has_read(self.at)
         self._owner.log.wait_seconds += time.perf_counter() - start
 
     def at_place(self, at: Wait | None, flight: Flight | None) -> Pending:
@@ -94,7 +96,8 @@ class Pending:
         if self._owner is None or not works:
             return
         read = nullcontext() if self.flight is None else self.flight.waiting("peers have read")
-        with self._owner.messages.failing(self.at), read:
+        at = None if self.at is None else self.at.until_read()
+        with self._owner.messages.failing(at), read:
             for work in works:
                 work.wait()
 

@@ -56,6 +56,11 @@ class Wait:
     ranks: tuple[int, ...]
     text: str
 
+    def until_read(self) -> Wait:
+        """The wait until the peers have read what this rank gave: a peer that has begun the collective may still wait
+        elsewhere before it reads."""
+        return Wait(f"read_{self.key}", self.number, self.ranks, f"{self.text}, until the other ranks have read it")
+
 
 @dataclass(frozen=True)
 class Position:
@@ -119,6 +124,11 @@ class Here:
         number = self.begun[key]
         self.begun[key] = number + 1
         return number
+
+    def has_read(self, wait: Wait) -> None:
+        """This rank has read what its peers gave to the collective of this wait. They wait in `Wait.until_read`."""
+        key = f"read_{wait.key}"
+        self.begun[key] = max(self.begun[key], wait.number + 1)
 
     def note_thread(self) -> None:
         """Set `thread` to the current one, but not to a thread of torch that runs a backward."""
