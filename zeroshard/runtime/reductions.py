@@ -28,7 +28,8 @@ from zeroshard.storage.unit import Unit
 
 IN_FLIGHT = 2
 """The most reductions in flight: one arriving, one starting. If each needs memory of its own (a bucket, scratch) there
-is only one, while the gradients of the next unit are accumulated."""
+is only one, while the gradients of the next unit are accumulated. Unless they wait for none: [Note: no wait for a
+bucket]."""
 
 
 class Reductions:
@@ -52,7 +53,14 @@ class Reductions:
         num_bytes, of_replicas = map(max, zip(*of_units, strict=True))
         is_alone = self._borrowing and (num_bytes or not reads_peers)
         in_flight = 1 if is_alone else min(IN_FLIGHT, len(of_units))
-        if any(unit.spec.precision.is_sent_narrow for unit in grads):
+        is_sent = any(unit.spec.precision.is_sent_narrow for unit in grads)
+        # [Note: no wait for a bucket]
+        # Where ranks read each other's memory, scratch is used only while a sum is taken, so all reductions share it.
+        # If each unit keeps its bucket, too, none waits for another one before the end of backward: a rank that has
+        # no gradient of a unit reduces it only then, and until then it may wait for this rank elsewhere (in the
+        # backward of another handle, in a collective of the user's).
+        self._waits_for_none = reads_peers and not self._borrowing and not is_sent
+        if is_sent:
             axes = collectives.mesh.reduce, collectives.mesh.replicate
             collectives.transport.connect_pairs(axes, collectives.device)
         self._free_scratch = deque(pool.buffer("scratch", num_bytes, self) for _ in range(in_flight))
@@ -134,6 +142,8 @@ class Reductions:
                 bucket.try_to_give_back()
         # In turns, so that what is held does not depend on how early reductions finish.
         scratch = self._free_scratch.popleft() if needs_scratch else None
+        if scratch is not None and self._waits_for_none:
+            self._free_scratch.append(scratch)
         room = self._empty if scratch is None else scratch.storage
         grads.reduce(self._collectives, room, self._of_replicas.storage, look)
         self._arriving.append((unit, grads, scratch))
@@ -194,7 +204,7 @@ class Reductions:
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
         grads.arrive_in_part()
-        if scratch is not None:
+        if scratch is not None and not self._waits_for_none:
             self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 
