@@ -23,24 +23,6 @@ from zeroshard.ranks.mesh import Axis
 from zeroshard.ranks.pipes import MOST_BYTES, PeerGone, Pipes, is_by_pipe
 from zeroshard.ranks.shared_memory import NOWHERE, Location
 
-_TAGS = {
-    "all_gather": 1,
-    "reduce_scatter": 2,
-    "replicate": 3,
-    "exchange": 4,
-    "all_to_all": 5,
-    "read all_gather": 6,
-    "announce all_gather": 7,
-    "announce reduce_scatter": 8,
-    "mean": 9,
-    "announce mean": 10,
-    "read reduce_scatter": 11,
-    "read replicate": 12,
-    "read mean": 13,
-}
-"""Point-to-point tags. Messages of one kind arrive in order; messages of different kinds do not wait for each other."""
-
-
 _WORDS = struct.Struct("=6q")
 """An announcement: the location (4 words), a number of bytes, and what it is about."""
 _READ, _IN_DOUBT = b"\0", b"\1"
@@ -304,13 +286,13 @@ class Messages:
 
         Args:
             rank: in the axis.
-            kind: one of `_TAGS`.
+            kind: messages of one kind arrive in order; messages of different kinds do not wait for each other.
         """
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
                 return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
-            return axis.way(axis.rank, rank).send([tensor], rank, _TAGS[kind])
+            return axis.way(axis.rank, rank).send([tensor], rank, self._tag(axis, kind))
         except RuntimeError as error:  # the connection is closed already
             raise watch.explain(error) or error from None
 
@@ -319,13 +301,13 @@ class Messages:
 
         Args:
             rank: in the axis.
-            kind: one of `_TAGS`.
+            kind: messages of one kind arrive in order; messages of different kinds do not wait for each other.
         """
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
                 return pipes.receive(axis.ranks[rank], self._channel(axis, kind), tensor)
-            return axis.way(rank, axis.rank).recv([tensor], rank, _TAGS[kind])
+            return axis.way(rank, axis.rank).recv([tensor], rank, self._tag(axis, kind))
         except RuntimeError as error:
             raise watch.explain(error) or error from None
 
@@ -336,11 +318,15 @@ class Messages:
     def _channel(self, axis: Axis, kind: str) -> int:
         key = axis.ranks, kind
         if key not in self._channels:
-            # The meshes of a group share its pipes, so a channel must be unique over meshes. Not `hash()`: it differs
-            # between processes.
+            # The meshes of a group share its connections, so a channel must be unique over meshes. Not `hash()`: it
+            # differs between processes.
             text = f"{self.name} {axis.ranks} {kind}"
             self._channels[key] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
         return self._channels[key]
+
+    def _tag(self, axis: Axis, kind: str) -> int:
+        """gloo's tags have 31 bits."""
+        return self._channel(axis, kind) >> 33
 
     def _number_of(self, about: str) -> int:
         number = self._numbers.get(about)
