@@ -136,8 +136,9 @@ def test_unknown_classes_are_told_apart_by_trial(rank: int) -> None:
     assert granularity_of(Lion, {"lr": 0.1}, None) is Granularity.ELEMENT
     assert granularity_of(RowNormed, {}, None) is Granularity.PARAMETER
     assert granularity_of(RowNormed, {}, True) is Granularity.ELEMENT, "a declaration is believed"
-    with pytest.raises(ValueError, match="GloballyNormed cannot be sharded"):
-        granularity_of(GloballyNormed, {}, None)
+    assert granularity_of(GloballyNormed, {}, None) is Granularity.PARAMETER, "each rank steps all of them"
+    with pytest.raises(ValueError, match=r'GloballyNormed cannot be sharded: .*Use the plan "ddp"'):
+        granularity_of(GloballyNormed, {}, None, sharded=True)
     with pytest.raises(ValueError, match=r"Stubborn is unknown.*elementwise=True"):
         granularity_of(Stubborn, {"table": 1}, None)
     with pytest.raises(ValueError, match="LBFGS cannot be sharded"):

@@ -6,6 +6,7 @@ Found with the classes of pytorch-optimizer 4.1.0: AdaNorm, AdaShift and AdamP t
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.parity.common import as_one_process
 from tests.together import on_ranks
 from zeroshard.optim import Lamb
 from zeroshard.step.granularity import Granularity, granularity_of
+from zeroshard.testing import run_ranks
 
 
 class OfAGradient(torch.optim.Optimizer):
@@ -215,9 +217,11 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(rank: int) -> None:
     handle = zeroshard.shard(make(Net), "zero1")
     told = {
         Outer: r"base is an optimizer inside of it whose state is not in optimizer\.state",
-        Randomised: "or on random numbers",
+        Randomised: "it draws random numbers",
         KeepsCount: r"optimizer\.state\['count'\] belongs to no parameter",
     }
+    with pytest.raises(ValueError, match=told[Randomised]):  # under ddp, too: the ranks would drift apart
+        zeroshard.ShardedOptimizer(zeroshard.shard(make(Net), "ddp"), Randomised, lr=0.1)
     torch.manual_seed(5)
     for of_class, text in told.items():
         with pytest.raises(ValueError, match=f"{of_class.__name__} cannot be sharded: .*{text}"):
@@ -225,6 +229,47 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(rank: int) -> None:
     found = torch.rand(3)
     torch.manual_seed(5)
     assert torch.equal(found, torch.rand(3)), "the trial has used random numbers of the user"
+
+
+class Estimates(torch.optim.Optimizer):
+    """As Prodigy: the length of a step is a number that it computes from all parameters, and keeps in a param group."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "distance": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        with_grad = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        distance = self.param_groups[0]["distance"] + sum(p.grad.norm().item() for p in with_grad)
+        for group in self.param_groups:
+            group["distance"] = distance
+        for p in with_grad:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] / distance)
+
+
+def test_what_needs_all_parameters_trains_where_each_rank_has_them(tmp_path: Path) -> None:
+    """It was refused under DDP, too, although its message under the other plans said to use that plan."""
+    as_one_process([(Job(Estimates, {"lr": 1e-2}, steps=3), zeroshard.DDP)], 2)
+
+    def check(rank: int) -> None:
+        found = {}
+        for resumed in (False, True):
+            handle = zeroshard.shard(make(Net), "ddp")
+            optimizer = zeroshard.ShardedOptimizer(handle, Estimates)
+            for step in range(4):
+                if step == 2:
+                    zeroshard.save(tmp_path / f"{resumed}", handle, optimizer, step=2)
+                    if resumed:
+                        handle = zeroshard.shard(make(Net), "ddp")
+                        optimizer = zeroshard.ShardedOptimizer(handle, Estimates)
+                        zeroshard.load(tmp_path / "True", handle, optimizer)
+                loss_of_tokens(handle.model, rank, 0, step).backward()
+                optimizer.step()
+            distance = torch.tensor(optimizer.param_groups[0]["distance"])
+            found[resumed] = {**handle.full_state_dict(), "distance": distance}
+        assert largest_difference(found[True], found[False]) == 0
+
+    run_ranks(check, 2)
 
 
 @pytest.mark.by_gloo  # a group that is written in Python calls its collectives without torch's dispatcher

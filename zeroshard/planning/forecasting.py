@@ -125,10 +125,11 @@ def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
     chosen = choose_units(model, found.units, found.precision, parameters, found.keep_gathered)
     specs = found.topology.units(chosen)
     trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    in_parts = found.placements.main is SHARDED and found.num_shards > 1
     needs = once(
-        ("needs", *trainable),
+        ("needs", in_parts, *trainable),
         (model, found.optimizer, found.group_of),
-        lambda: needs_of(found.optimizer, trainable, found.group_of),
+        lambda: needs_of(found.optimizer, trainable, found.group_of, sharded=in_parts),
     )
     training = Training.of(specs, found.placements, found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}

@@ -96,15 +96,18 @@ class Needs(OptimizerNeeds):
         return Bytes.total([Bytes(), *(entry.bytes_of(slot.shape) for entry in entries)])
 
 
-def needs_of(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Needs:
-    """Assign each of these trainable parameters to its class.
+def needs_of(
+    optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], group_of: GroupOf, *, sharded: bool
+) -> Needs:
+    """Assign each of these trainable parameters to its class. `sharded`: whether no rank steps all of them.
 
     Raises:
-        ValueError: an unknown name; options that a class does not accept; a parameter that no class accepts; a class
-            that is named twice.
+        ValueError: a class that cannot be sharded; an unknown name; options that a class does not accept; a parameter
+            that no class accepts; a class that is named twice.
     """
     kinds = tuple(map(_kind, _listed(optimizers)))
-    whole = tuple(granularity_of(k.optimizer_class, k.options, None) is Granularity.PARAMETER for k in kinds)
+    found = [granularity_of(kind.optimizer_class, kind.options, None, sharded=sharded) for kind in kinds]
+    whole = tuple(granularity is Granularity.PARAMETER for granularity in found)
     if not kinds or len({kind.optimizer_class for kind in kinds}) < len(kinds):
         names = ", ".join(kind.name for kind in kinds)
         raise InvalidValue(f"expected one optimizer class, or several different ones, found {names or 'none'}")

@@ -207,10 +207,7 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
             'the group, and no rank has them all. Use the plan "ddp"'
         )
     if not _close(together, one_by_one):
-        raise InvalidValue(
-            f"{tried.name} cannot be sharded: what it does to one parameter depends on the others (on a norm over all "
-            "of them, perhaps, or on random numbers), and no rank has them all"
-        )
+        return _of_all_parameters(tried, together, sharded=sharded)
     try:
         cuts_alike = _close(one_by_one, _try_out(tried, cut=True))
         # Equal numbers alone do not show it: AdamP, for example, projects only gradients orthogonal to the weights. And
@@ -222,6 +219,18 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     except Exception:  # the class takes matrices only
         is_elementwise = False
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
+
+
+def _of_all_parameters(tried: _Tried, together: _Outcome, *, sharded: bool) -> Granularity:
+    """Of a class that does something else to one parameter where there are others. `together`: a trial with others."""
+    if not _close(together, _try_out(tried, apart=False)):
+        raise InvalidValue(f"{tried.name} cannot be sharded: it draws random numbers, and each rank would draw others")
+    if sharded:
+        raise InvalidValue(
+            f"{tried.name} cannot be sharded: what it does to one parameter depends on the others (on a norm over all "
+            'of them, perhaps), and no rank has them all. Use the plan "ddp"'
+        )
+    return Granularity.PARAMETER
 
 
 def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
