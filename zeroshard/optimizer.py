@@ -315,7 +315,7 @@ class ShardedOptimizer(TorchOptimizer):
     def _ask(self, norm_type: float | None = None, arguments: Mapping[str, Any] | None = None) -> None:
         if not self.agreement.follows:
             self.groups.expect_unchanged()
-            self._steppers.expect_elementwise(self.param_groups)
+            self._steppers.expect_as_built(self.param_groups)
             self.look_for_newcomers()
             if self._join_config.enable:
                 self._uneven_inputs.announce(self, norm_type, arguments or {})

@@ -6,7 +6,9 @@ Found with the classes of pytorch-optimizer 4.1.0: AdaNorm, AdaShift and AdamP t
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +272,36 @@ def test_what_needs_all_parameters_trains_where_each_rank_has_them(tmp_path: Pat
         assert largest_difference(found[True], found[False]) == 0
 
     run_ranks(check, 2)
+
+
+class OfManager(torch.optim.SGD):
+    """As those of bitsandbytes: a manager outside of it has options of single parameters."""
+
+    mng = SimpleNamespace(module_weight_config_triple=[], pid2config={}, index2config={})
+
+
+@on_ranks(2)
+def test_options_that_are_found_by_the_parameter_itself_are_refused(rank: int) -> None:
+    """They were lost in silence: `StableEmbedding` of bitsandbytes asks for 32 bits like that."""
+    OfManager.__module__ = "bitsandbytes.optim.sgd"
+    for plan in PLANS:
+        model = make(Net)
+        name, parameter = next((name, p) for name, p in model.named_parameters() if p.dim() == 2)
+        module = model.get_submodule(name.rpartition(".")[0])
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, plan), OfManager, lr=0.1)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        for found in (
+            {"module_weight_config_triple": [(module, name.rpartition(".")[2], {"lr": 0.0})]},
+            {"pid2config": {id(parameter): {"lr": 0.0}}},
+            {"index2config": {(0, 1): {"lr": 0.0}}},
+        ):
+            OfManager.mng.__dict__.update({"module_weight_config_triple": [], "pid2config": {}, "index2config": {}})
+            OfManager.mng.__dict__.update(found)
+            place = "by their place" if "index2config" in found else re.escape(name)
+            with pytest.raises(ValueError, match=rf"OfManager: .*options for single parameters \({place}\)"):
+                optimizer.step()
+        OfManager.mng.index2config = {}
+        assert optimizer.step().applied
 
 
 @pytest.mark.by_gloo  # a group that is written in Python calls its collectives without torch's dispatcher

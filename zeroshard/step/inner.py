@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm.together import tell_together
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.model.trees import tensors_in
-from zeroshard.step.assignment import Assignment, OptimizerClass, Options
+from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
@@ -163,6 +163,29 @@ def expect_no_reads(optimizer_class: OptimizerClass, defaults: Options, tensors:
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: it reads the values of parameters when it is built "
             f"({reads.found}), and they are brought together only in a step. Let it read them in its first step"
+        )
+
+
+def expect_no_overrides(optimizer: torch.optim.Optimizer, members: Iterable[Member]) -> None:
+    """Before a step of a class of bitsandbytes, whose manager has options of single parameters. A class finds them by
+    the parameter itself or its place in `param_groups`, and this one is over other tensors.
+
+    Raises:
+        ValueError: it has some for these parameters.
+    """
+    manager = getattr(optimizer, "mng", None)
+    if manager is None or not type(optimizer).__module__.startswith("bitsandbytes."):
+        return
+    overridden = {id(getattr(module, name)) for module, name, _ in manager.module_weight_config_triple}
+    overridden |= {*manager.pid2config}
+    names = [member.slot.name for member in members if id(member.parameter) in overridden]
+    if names or manager.index2config:
+        raise InvalidValue(
+            f"{type(optimizer).__name__}: bitsandbytes' GlobalOptimManager has options for single parameters "
+            f"({', '.join(names[:5]) or 'by their place'}), which would be lost, as other tensors are stepped in their "
+            "place. Call bitsandbytes.optim.GlobalOptimManager.get_instance().initialize() once the model is built, "
+            'and give these parameters a param group: {"params": [p], "lr": 1e-3}, or {"params": [p], '
+            '"optimizer_class": bitsandbytes.optim.Adam32bit} for 32 bits'
         )
 
 

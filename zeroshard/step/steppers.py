@@ -17,7 +17,7 @@ from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.granularity import Granularity, Watched, expect_empty_taken, granularity_of
-from zeroshard.step.inner import Arguments, arguments_for
+from zeroshard.step.inner import Arguments, arguments_for, expect_no_overrides
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import FullState, Stepper, Update, as_saved, stepped
@@ -67,12 +67,14 @@ class Steppers:
         in_pieces = [stepper.assignment for stepper in new if isinstance(stepper, FlatStep)]
         self._watched = [Watched(one, groups.classes.declared(one.optimizer_class)) for one in in_pieces if groups]
 
-    def expect_elementwise(self, options: Sequence[Options]) -> None:
+    def expect_as_built(self, options: Sequence[Options]) -> None:
         """Before a step. `options`: the user's param groups.
 
         Raises:
-            ValueError: one that is stepped in pieces needs whole parameters now.
+            ValueError: one that is stepped in pieces needs whole parameters now, or parameters have options elsewhere.
         """
+        for stepper in self.all:
+            expect_no_overrides(stepper.optimizer, stepper.assignment.members())
         for watched in self._watched:
             watched.expect_elementwise(options)
 
