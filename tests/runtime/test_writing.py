@@ -424,3 +424,39 @@ def test_what_a_block_has_returned_has_the_new_weights_in_the_next_one(rank: int
                     found = {name: value.clone() for name, value in kept.items()}
                 assert same_bits(found, handle.full_state_dict()), (plan, precision, index)
                 step(model, optimizer, rank, index)
+
+
+class Statistics(nn.Module):
+    """Keeps a running mean in a frozen parameter, as batch norm of Keras does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        out: torch.Tensor = self.layer(x - self.mean)
+        return out
+
+
+@on_ranks(2)
+def test_statistics_that_are_parameters_are_told_of_ignored(rank: int) -> None:
+    for plan, ignored in itertools.product(("zero2", "zero3"), ((), ("mean",))):
+        model = make(Statistics)
+        handle = zeroshard.shard(model, plan, ignored=ignored)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+
+        def train(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4, device=DEVICE) * (rank + 1)).sum().backward()
+                optimizer.step()
+
+        if ignored:
+            train()
+            assert model.get_parameter("mean")[0].item() == pytest.approx((rank + 1) * (1 - 0.9**3))
+        else:
+            with pytest.raises(RuntimeError, match=r"Keras.*ignored="):
+                train()

@@ -406,6 +406,7 @@ def _expect_same_samples(collectives: Collectives) -> None:
         raise InvalidState(
             f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
             "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
-            "`with handle.unsharded(write=True):`), or does the optimizer draw random numbers? If not, what is sent "
-            "between the ranks does not arrive as it was. Continue from a checkpoint"
+            "`with handle.unsharded(write=True):`; statistics that are parameters, as in Keras, belong in shard(..., "
+            "ignored=)), or does the optimizer draw random numbers? If not, what is sent between the ranks does not "
+            "arrive as it was. Continue from a checkpoint"
         )

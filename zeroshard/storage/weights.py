@@ -214,7 +214,8 @@ class Weights:
             raise InvalidState(
                 f"unit {self._unit}: {names[0]} has been written to in a forward or backward, where its values are "
                 "borrowed: the write is lost. Write inside `with handle.unsharded(write=True), torch.no_grad():`. If a "
-                "module sets its parameters in its first forward, call the model once before shard()"
+                "module sets its parameters in its first forward, call the model once before shard(). Statistics that "
+                "are parameters (of Keras) belong in shard(..., ignored=)"
             )
 
     def _differs_from_shard(self) -> bool:
