@@ -270,9 +270,9 @@ def test_compiled_autograd_is_refused() -> None:
         assert optimizer.step().applied
         return str(error.value)
 
-    for plan in ("zero2", "zero3"):
-        for said in run_ranks(train, 2, plan):
-            assert "compiled_autograd=False" in said.replace(" ", "")  # under zero3 torch itself says so
+    assert all("compiled_autograd=False" in said.replace(" ", "") for said in run_ranks(train, 2, "zero2"))
+    # It looks at what is saved before it calls a hook, and weights are hidden then.
+    assert all("modified by an inplace operation" in said for said in run_ranks(train, 2, "zero3"))
 
 
 def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> None:
