@@ -27,20 +27,22 @@ def left_beside(
         kept_longer: units of the calls around this one, which do not look at these modules when they end, and those
             that a scope keeps: their views are replaced in attributes.
     """
-    _replace_views(tensors_in(inputs), units, [inputs])
-    if units or kept_longer:
-        kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-        _replace_views(kept, [*units, *kept_longer], modules)
-    kept = [tensor for module in modules for _, tensor in tensors_kept_by(module)]
-    return [*differentiable(inputs), *differentiable(kept)]
+    of_inputs, kept = tensors_in(inputs), [tensor for module in modules for _, tensor in tensors_kept_by(module)]
+    if _replace_views(of_inputs, units, [inputs]) | _replace_views(kept, [*units, *kept_longer], modules):
+        return left_beside(inputs, modules)
+    return [*differentiable(of_inputs), *differentiable(kept)]
 
 
-def _replace_views(tensors: Iterable[Tensor], units: Sequence[Unit], trees: Iterable[Any]) -> None:
-    """In these trees, in which the tensors are."""
+def _replace_views(tensors: Sequence[Tensor], units: Sequence[Unit], trees: Iterable[Any]) -> bool:
+    """In these trees, in which the tensors are. Returns whether there were any."""
+    if not units:
+        return False
     # Not by `grad_fn`: torch raises for one of several views (`chunk`), as the version is another one by now.
-    copies = _copies_of_views((tensor for tensor in tensors if tensor.requires_grad and tensor._is_view()), units)
+    views = [tensor for tensor in tensors if tensor.requires_grad and tensor._is_view()]
+    copies = _copies_of_views(views, units) if views else {}
     for tree in trees if copies else ():
         replace_kept_in(tree, lambda tensor: copies.get(id(tensor), tensor))
+    return bool(copies)
 
 
 def without_views(output: Any, units: Sequence[Unit]) -> Any:
