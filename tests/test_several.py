@@ -131,6 +131,7 @@ def one_backward_through_two_models(
     return run_ranks(check, num_ranks, timeout=60, collective_timeout=collective_timeout)[0]
 
 
+@pytest.mark.by_gloo
 def test_one_backward_through_two_models_where_a_rank_leaves_out_a_unit() -> None:
     """Rank 0 waited for a reduction of the second model, which rank 1 begins at the end of backward, and rank 1 for one
     of the first model. Where ranks read each other's memory and each unit has its own bucket, none waits so early."""
@@ -144,6 +145,7 @@ def test_one_backward_through_two_models_where_a_rank_leaves_out_a_unit() -> Non
             )
 
 
+@pytest.mark.by_gloo
 def test_messages_of_two_models_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without shared memory, as between hosts, ZeRO-1 and 2 took the gradients of one model for those of the other, in
     silence: both models have units of the same names, and rank 1 reduced them in another order."""
