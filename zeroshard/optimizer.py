@@ -36,7 +36,6 @@ from zeroshard.step.torch_optimizer import TorchOptimizer
 from zeroshard.step.uneven_inputs import UnevenInputs
 from zeroshard.step_result import StepResult as StepResult
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.versions import told_of_gone_weights
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -423,9 +422,24 @@ def scaled_loss(
     with optimizer.scaling.backward(scaler, weight, anew=engine.begins_anew()) as factor:
         scaled = loss if factor == 1.0 else loss.float() * factor
         is_plain = not arguments.keys() - {"retain_graph"}
-        borrow = any(unit.weights.buffer.borrows for unit in engine.units)
-        with engine.reducer.expect_backward(scaled, is_plain=is_plain), told_of_gone_weights(borrow):
+        with engine.reducer.expect_backward(scaled, is_plain=is_plain), _told_of_gone_weights(engine.units):
             yield scaled
+
+
+@contextmanager
+def _told_of_gone_weights(units: Iterable[Unit]) -> Iterator[None]:
+    """Around a backward: an error of autograd that compares versions says what it means for weights that are borrowed
+    ([Note: versions of weights that are gone] in `storage/versions.py`)."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error) and any(unit.weights.buffer.borrows for unit in units):
+            error.add_note(
+                "backward: if the loss uses a value from inside of a unit that its modules' forward does not return "
+                "(nor leave in attributes or inputs), the weights behind it are not here: return it. A weight that was "
+                "used inside `with handle.unsharded():` needs the backward inside the same block"
+            )
+        raise
 
 
 def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Parameter]) -> None:

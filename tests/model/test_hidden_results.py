@@ -387,3 +387,29 @@ def test_the_error_depends_on_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroshard.storage.versions.Versions.guard", lambda self: None)
     right, wrong = (run_ranks(gradient, 2, how)[0] for how in ("object", "function"))
     assert not torch.allclose(right, wrong)
+
+
+@on_ranks(2)
+def test_without_hooks_of_the_user_nothing_is_noted(rank: int) -> None:
+    """Those of the engine (casts, the whole model) do not count; one from before `shard` does."""
+    for precision, hooked in (("fp32", False), ("bf16", False), ("bf16", True)):
+        model = Layers(frozen=False)
+        if hooked:
+            model.blocks[1][1].register_forward_hook(lambda *_: None)  # type: ignore[index]
+        handle = zeroshard.shard(model, "zero3", units=nn.Sequential, precision=precision)
+        added = list[nn.Module]()
+        register = nn.Module.register_forward_hook
+
+        def counting(
+            self: nn.Module, *args: Any, added: list[nn.Module] = added, register: Any = register, **kwargs: Any
+        ) -> Any:
+            added.append(self)
+            return register(self, *args, **kwargs)
+
+        nn.Module.register_forward_hook = counting  # type: ignore[assignment, method-assign]
+        try:
+            model(data(rank, 0)).sum().backward()
+        finally:
+            nn.Module.register_forward_hook = register  # type: ignore[method-assign]
+        assert added == ([model.blocks[1][1]] if hooked else []), precision  # type: ignore[index]
+        handle.close()

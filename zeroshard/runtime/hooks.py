@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
@@ -57,7 +58,7 @@ class Hooks(NotCopied):
             casts: see `casting.py`; their hooks run inside the hooks that gather and hide.
             begin: called before each call of the whole model.
         """
-        model = modules[""]
+        model, first = modules[""], RemovableHandle.next_id
         # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
         self._removers.append(model.register_forward_hook(OutsideGraphs(self.schedule.after_model)).remove)
         self._needs[model] = Needed()  # also without units of its own: the hooks around it tell whether it runs
@@ -89,7 +90,7 @@ class Hooks(NotCopied):
             needed.hooks = around[module]
             inside = [*_reached(module, needed, self._needs)]
             needed.reached = [one for one in inside if not type(one).__module__.startswith("torch.nn.")]
-            needed.seen = SeenByHooks(inside)
+            needed.seen = SeenByHooks(inside, range(first, RemovableHandle.next_id))  # torch counts all hooks
             for outer in _around(self._needs, modules, path):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]

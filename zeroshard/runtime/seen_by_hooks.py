@@ -24,9 +24,13 @@ from zeroshard.storage.unit import Unit
 class SeenByHooks:
     """Of the calls of one module."""
 
-    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
-        """`modules`: the module, and those inside whose calls belong to its calls."""
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module] = (), own: range = range(0)) -> None:
+        """
+        Args:
+            modules: the module, and those inside whose calls belong to its calls.
+            own: the ids of the engine's hooks.
+        """
+        self._modules, self._own = modules, own
         self._calls = {id(module) for module in modules}
         self._handles: list[RemovableHandle] = []
         self._tensors: list[Tensor] = []
@@ -38,9 +42,9 @@ class SeenByHooks:
         self._running = running
         for number, module in enumerate(self._modules):
             # In front of those hooks: one of them may return another output.
-            if len(module._forward_hooks) > (number == 0):  # the module itself has the hook that hides
+            if self._has_others(module._forward_hooks):
                 self._handles.append(module.register_forward_hook(self._note_output, prepend=True))
-            if number and module._forward_pre_hooks:
+            if number and self._has_others(module._forward_pre_hooks):  # what the module itself is given is not its own
                 self._handles.append(
                     module.register_forward_pre_hook(self._note_inputs, prepend=True, with_kwargs=True)
                 )
@@ -50,6 +54,9 @@ class SeenByHooks:
                 if hooks and _KEY not in hooks:
                     hooks[_KEY] = note
                     hooks.move_to_end(_KEY, last=False)
+
+    def _has_others(self, hooks: Iterable[int]) -> bool:
+        return any(number not in self._own for number in hooks)
 
     def end(self) -> list[Tensor]:
         """The call is over. What the hooks were given."""

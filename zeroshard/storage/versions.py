@@ -17,8 +17,7 @@ when a hook runs for the first time, the values are compared as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from itertools import compress
 from operator import add, sub
 
@@ -29,22 +28,6 @@ from torch.autograd.graph import increment_version
 from zeroshard.model.absent import as_tensors
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.view_copies import ViewCopies
-
-
-@contextmanager
-def told_of_gone_weights(borrow: bool) -> Iterator[None]:
-    """Around a backward: an error of autograd that compares versions says what it means here. `borrow`: whether
-    any weights are here only for forwards and backwards."""
-    try:
-        yield
-    except RuntimeError as error:
-        if borrow and "modified by an inplace operation" in str(error):
-            error.add_note(
-                "backward: if the loss uses a value from inside of a unit that its modules' forward does not return "
-                "(nor leave in attributes or inputs), the weights behind it are not here: return it. A weight that was "
-                "used inside `with handle.unsharded():` needs the backward inside the same block"
-            )
-        raise
 
 
 class Versions:
