@@ -199,6 +199,71 @@ def test_a_dict_that_the_module_keeps_stays_the_same_object(rank: int) -> None:
     assert model["table"].kept is found
 
 
+DETACHED: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "detached": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data[2:5],
+    "transposed": lambda weight: weight.t().detach(),
+}
+
+
+class Shows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Keeps(Block):
+    """Keeps a weight that autograd does not follow: in every forward, or in the first one."""
+
+    kept: Any = None
+
+    def __init__(self, how: str, where: str) -> None:
+        super().__init__()
+        self.view, self.where, self.shows = DETACHED[how], where, Shows()
+        self.seen: list[Tensor] = []  # by a hook
+        if where == "hook":
+            self.shows.register_forward_hook(lambda module, args, output: self.seen.append(output))
+
+    def forward(self, x: Tensor, into: dict[str, Tensor]) -> Tensor:
+        view = self.view(self.linear.weight)
+        if self.where == "input":
+            into[str(len(into))] = view
+        elif self.where == "hook":
+            self.shows(view)
+        elif self.where == "attribute" or self.kept is None:
+            self.kept = [view]
+        return super().forward(x)
+
+
+def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
+    with travelling(way):
+        model = make(lambda: nn.ModuleList(Keeps(how, where) for _ in range(BLOCKS)))
+        handle = zeroshard.shard(model, plan, units=Keeps)
+        optimizer, losses = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), []
+        for step in range(3):
+            x, into = data(0, step), dict[str, Tensor]()
+            for block in model:
+                x = block(x, into)
+            kept = [*into.values()] or [(block.kept or block.seen[-1:])[0] for block in model]
+            losses.append((x.square().mean() + sum(one.square().sum() for one in kept)).item())
+            optimizer.backward(x.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("where", ["attribute", "attribute, once", "input", "hook"])
+def test_kept_weights_that_autograd_does_not_follow(where: str) -> None:
+    """Where ranks share no memory, they had the values of other units, in silence."""
+
+    def of_rank(rank: int) -> Any:
+        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
+        return {how: [losses_of_kept(plan, how, where, way) for plan, way in ways] for how in DETACHED}
+
+    for how, (expected, *found) in run_ranks(of_rank, 2)[1].items():
+        assert found == [expected] * 2, how
+
+
 class Leaves(Block):
     """Leaves a view of a weight of another module beside its output."""
 

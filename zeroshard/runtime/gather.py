@@ -224,7 +224,7 @@ class Gatherer:
         if were_there and self.collectives.mesh.world.size == 1:  # nothing to gather, and nobody to compare with
             self._called.discard(unit)
             return
-        unit.weights.drop(forget=unit.weights.scopes > 0)
+        unit.weights.drop(forget=unit.weights.scopes > 0 and unit.weights.buffer.borrows)
         if unit.weights.buffer.rests_in_full:
             # If the weights were not complete before (after a failed write inside `unsharded`, for example), more than
             # these slots is missing: gather everything.
@@ -253,8 +253,9 @@ class Gatherer:
                 unit.weights.arrive()
             self._read_by_peers = self.collectives.acknowledge()
         for unit in begun:
-            if unit.weights.scopes and unit.weights.buffer.borrows:
+            if unit.weights.buffer.is_lent or (unit.weights.scopes and unit.weights.buffer.borrows):
                 unit.weights.arrive()
+                self._wait_for_readers()
                 unit.weights.show()
         # No forward hook will wait for them: units without modules, and a replay runs no hook.
         if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):

@@ -24,12 +24,10 @@ from zeroshard.storage.unit import Unit
 Found = dict[int, Tensor]
 """Slot -> the data that its parameter had."""
 
-_use_count = torch._C._storage_Use_Count
-
 
 def uses(units: Iterable[Unit]) -> list[int]:
     """How many tensors lie in the memory of each unit's full weights, which must be shown."""
-    return [_use_count(unit.weights.full.untyped_storage()._cdata) for unit in units]
+    return [unit.weights.buffer.num_uses() for unit in units]
 
 
 def put_back(unit: Unit) -> Found:

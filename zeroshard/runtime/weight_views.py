@@ -38,7 +38,7 @@ def _replace_views(tensors: Sequence[Tensor], units: Sequence[Unit], trees: Iter
     if not units:
         return False
     # Not by `grad_fn`: torch raises for one of several views (`chunk`), as the version is another one by now.
-    views = [tensor for tensor in tensors if tensor.requires_grad and tensor._is_view()]
+    views = [tensor for tensor in tensors if tensor._is_view() or _may_be_detached(tensor)]
     copies = _copies_of_views(views, units) if views else {}
     for tree in trees if copies else ():
         replace_kept_in(tree, lambda tensor: copies.get(id(tensor), tensor))
@@ -72,11 +72,16 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
 def shown_without_views(tree: Any, units: Iterable[Unit]) -> Any:
     """What a hook of the user's is given, with copies in place of views of the weights of these units, which are here:
     the hook may keep it. The same tree if there are none, or if they are in objects whose fields cannot be replaced."""
-    views = [tensor for tensor in tensors_in(tree) if isinstance(tensor._base, nn.Parameter)]
+    views = [one for one in tensors_in(tree) if isinstance(one._base, nn.Parameter) or _may_be_detached(one)]
     if not views:
         return tree
     copies = _copies_of_views(views, [unit for unit in units if unit.weights.buffer.borrows])
     return replace_tensors(lambda tensor: copies.get(id(tensor), tensor), tree, lambda *_: None) if copies else tree
+
+
+def _may_be_detached(tensor: Tensor) -> bool:
+    """Whether it may be `p.detach()`, `p.data`, or a view of one, of which autograd knows no base."""
+    return not tensor.requires_grad and not isinstance(tensor, nn.Parameter)
 
 
 def _copies_of_views(tensors: Iterable[Tensor], units: Sequence[Unit]) -> dict[int, Tensor]:

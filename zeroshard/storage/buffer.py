@@ -6,6 +6,12 @@ rank (`rests_in_full`). `placement` is where the values are now. `redistribute` 
 `arrive`, `placement` is where they will be (`is_arriving`). `become` changes it without an exchange: when values have
 been written, or are no longer needed. Nothing else records where values are: the states of weights and gradients are
 derived from these (`Weights.state`, `Gradients.state`), so they cannot contradict them.
+
+[Note: lent views] In plain torch a view of a weight, or `p.detach()`, has the new values after a step. Under a plan
+with replicated weights and sharded main they are still on their way then, and nothing tells who reads such a tensor.
+But a storage counts its tensors. So the parameters of these plans lie in a storage of their own, a second one for the
+memory of the buffer: if it has more tensors than the buffer has made, somebody else keeps one, and the step waits for
+the values of this unit (`Gatherer.read`).
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.dlpack import from_dlpack
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.pending import Pending
@@ -41,19 +48,24 @@ class Cut:
     """Views of a full tensor.
 
     Attributes:
+        whole: the slots are views of it: the full tensor, or the same memory as another storage ([Note: lent views]).
         slots: one for each, in the parameter's shape.
         padding: the elements that belong to no slot, 1-D.
+        own_uses: how many tensors lie in the storage of `whole` while nobody else has any.
     """
 
     full: Tensor
+    whole: Tensor
     slots: list[Tensor]
     padding: list[Tensor]
+    own_uses: int
 
     @classmethod
-    def of(cls, full: Tensor, layout: BufferLayout) -> Cut:
+    def of(cls, full: Tensor, layout: BufferLayout, *, lent: bool = False) -> Cut:
+        whole = _as_another_storage(full) if lent else full
         # `detach`: else these would be views for autograd, and `p.grad.detach_()`, which scripts call, would raise.
-        slots = [full[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
-        return cls(full, slots, [full[interval.slice] for interval in layout.padding])
+        slots = [whole[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
+        return cls(full, whole, slots, [full[interval.slice] for interval in layout.padding], uses_of(whole))
 
 
 class FlatBuffer:
@@ -61,7 +73,6 @@ class FlatBuffer:
 
     Attributes:
         layout: shared by the weights, gradients and main of a unit.
-        own_interval: the interval of the full buffer that is the own shard.
         full: [layout.numel], or None while only the shard is held.
         shard: [layout.shard_numel], the own interval: a view of `full` if the buffer owns `full`, else a storage of its
             own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty after `let_go`.
@@ -69,6 +80,7 @@ class FlatBuffer:
         most: the most bytes of its own storage so far.
         borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
         is_apart: whether each slot has a tensor of its own (`slot_buffer.py`).
+        lends: whether it is known if others keep tensors in the memory of `views` ([Note: lent views]).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
         is_arriving: whether a redistribution is in progress.
         pending: the last redistribution.
@@ -85,11 +97,14 @@ class FlatBuffer:
         allocate: Allocate,
         *,
         lasting: bool = True,
+        lends: bool = False,
     ) -> None:
         """`resting`: SHARDED allocates only the shard, others the full buffer (also SHARDED, if there is one shard).
-        `lasting`: False allocates nothing before `hold`, and `let_go` frees it again."""
-        self.layout, self.rank, self.own_interval = layout, rank, layout.shard(rank)
+        `lasting`: False allocates nothing before `hold`, and `let_go` frees it again. `lends`: see the attributes; no
+        effect where the full tensor is borrowed."""
+        self.layout, self.rank = layout, rank
         self.borrows = resting is SHARDED and layout.num_shards > 1
+        self.lends = lends and not self.borrows
         self.placement: Placement | None = resting
         self.is_arriving = False
         self.pending = Pending()
@@ -102,6 +117,11 @@ class FlatBuffer:
         self.most = 0
         if lasting:
             self.hold()
+
+    @property
+    def own_interval(self) -> Interval:
+        """The interval of the full buffer that is the own shard."""
+        return self.layout.shard(self.rank)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,12 +176,12 @@ class FlatBuffer:
         self.full = full
 
     def detach(self, *, forget: bool = False) -> None:
-        """Give a borrowed full tensor back. Its views are kept for the next `attach`, unless `forget`."""
+        """Give a borrowed full tensor back. The views of the full tensor are kept, unless `forget`."""
         if self.borrows:
             self.full = None
-            if forget:
-                # The cached views keep the storage alive: whoever wants its memory freed must pass `forget`.
-                self._cut = None
+        if forget:
+            # The cached views keep the storage alive: whoever wants its memory freed must pass `forget`.
+            self._cut = None
 
     def become(self, placement: Placement | None) -> None:
         """Set the placement without an exchange: the caller has written values; None: the values are not needed any
@@ -242,6 +262,16 @@ class FlatBuffer:
         """One view per slot of the full buffer, in the parameter's shape."""
         return self._cut_up().slots
 
+    def num_uses(self) -> int:
+        """How many tensors lie in the memory of `views`."""
+        return uses_of(self._cut_up().whole)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether others keep tensors in the memory of `views`, if parameters have none there; False where it is not
+        known ([Note: lent views])."""
+        return self.lends and self._cut is not None and uses_of(self._cut.whole) > self._cut.own_uses
+
     def renew_view(self, index: int) -> None:
         """From now on, `views` has another tensor for that slot: somebody keeps this one."""
         if self._cut is not None:
@@ -262,7 +292,7 @@ class FlatBuffer:
         if view.data_ptr() == place or not slot.world.numel:
             return None
         values = view.detach().clone()
-        view.data = self._cut.full[slot.world.slice].view(slot.shape)
+        view.data = self._cut.whole[slot.world.slice].view(slot.shape)
         return values
 
     def put(self, index: int, value: Tensor) -> None:
@@ -337,7 +367,7 @@ class FlatBuffer:
         # Compared by identity: a pool buffer returns the same tensor object each time (`PoolBuffer.tensor`), so that a
         # gather does not create new views, one per parameter.
         if self._cut is None or self._cut.full is not self.full:
-            self._cut = Cut.of(self.full, self.layout)
+            self._cut = Cut.of(self.full, self.layout, lent=self.lends)
         return self._cut
 
     def own_part_of_full(self) -> Tensor:
@@ -348,6 +378,20 @@ class FlatBuffer:
     def storages(self) -> list[Tensor]:
         """The storage that this buffer owns; nothing that it borrows."""
         return [] if self.is_guest else [self._storage]
+
+
+def uses_of(tensor: Tensor) -> int:
+    """How many tensors lie in its storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _as_another_storage(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory, whose storage counts its tensors by itself. The tensor itself on devices for which
+    torch has no such exchange."""
+    try:
+        return from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
+    except (BufferError, NotImplementedError, RuntimeError, ValueError):
+        return tensor
 
 
 def live_bytes(tensors: list[Tensor]) -> int:

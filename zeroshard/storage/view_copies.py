@@ -36,7 +36,7 @@ class ViewCopies:
 
     def add(self, view: Tensor, copy: Tensor, parameters: Sequence[nn.Parameter], number_of: NumberOf) -> None:
         """The parameters are here."""
-        slot = next((index for index, parameter in enumerate(parameters) if parameter is view._base), None)
+        slot = next((index for index, parameter in enumerate(parameters) if _begins_in(view, parameter)), None)
         if slot is not None and view.dtype is parameters[slot].dtype:
             offset = int(view.storage_offset() - parameters[slot].storage_offset())
             self._copies.append(_Copy(weakref.ref(copy), slot, view.stride(), offset, number_of(slot)))
@@ -53,3 +53,8 @@ class ViewCopies:
                 first = parameter.storage_offset() + copy.offset
                 with torch.no_grad():
                     tensor.copy_(parameter.as_strided(tensor.size(), copy.strides, first))
+
+
+def _begins_in(view: Tensor, parameter: Tensor) -> bool:
+    first = parameter.data_ptr()  # autograd knows no base of `p.detach()`
+    return first <= view.data_ptr() < first + parameter.nbytes

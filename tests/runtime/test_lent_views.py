@@ -1,0 +1,130 @@
+"""Tensors that a program keeps in the memory of replicated weights: after a step they have the new values, as in plain
+torch, also where those of the other ranks arrive later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import DEVICE, PLANS, travelling
+from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.testing import run_ranks
+
+WIDTH = 13
+FULL = [plan for plan in PLANS if plan is not zeroshard.ZERO3]
+WAYS = ("shared", "pairwise", "native")
+
+
+class Training:
+    """Two layers, each a unit, trained for some steps."""
+
+    def __init__(self, rank: int, plan: zeroshard.Plan, precision: str | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(DEVICE)
+        self.handle = zeroshard.shard(self.model, plan, units=[nn.Linear], precision=precision)
+        self.optimizer = zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=0.1)
+        generator = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(4, WIDTH, generator=generator).to(DEVICE, self.weight.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.model[0].weight
+
+    def step(self) -> None:
+        self.model(self.x).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _kept(rank: int, plan: zeroshard.Plan, way: str, precision: str | None) -> None:
+    with travelling(way):
+        training = Training(rank, plan, precision)
+        state, view = training.model.state_dict(), training.weight.t()[1:5]
+        others = training.weight.detach(), training.weight.data
+        for _ in range(2):
+            training.step()
+            found = {name: value.clone() for name, value in state.items()}
+            found |= {"detach": others[0].clone(), "data": others[1].clone(), "view": view.detach().clone()}
+            expected = dict(training.handle.full_state_dict())
+            weight = expected["0.weight"]
+            expected |= {"detach": weight, "data": weight, "view": weight.t()[1:5]}
+            assert [name for name in expected if not torch.equal(expected[name].to(DEVICE), found[name])] == []
+        training.step()
+        (view.float() * 2).sum().backward()
+        gradient = torch.zeros(WIDTH, WIDTH)
+        gradient[:, 1:5] = 2
+        assert torch.equal(training.handle.gradient("0.weight").cpu().float(), gradient)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("plan", FULL, ids=repr)
+def test_kept_tensors_have_the_values_of_the_last_step(plan: zeroshard.Plan, way: str, precision: str | None) -> None:
+    run_ranks(_kept, 3 if way == "pairwise" else 2, plan, way, precision)
+
+
+def _not_waited_for(rank: int, way: str) -> tuple[int, int]:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO2)
+        training.step()
+        training.model.state_dict(), training.weight.norm()  # these die at once
+        training.step()
+        hidden = sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
+        kept = training.model[1].bias.detach()
+        training.step()
+        still = sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
+        del kept
+        return hidden, still
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_units_of_which_tensors_are_kept_are_waited_for(way: str) -> None:
+    assert run_ranks(_not_waited_for, 2, way) == [(4, 2)] * 2
+
+
+def _one_rank_keeps(rank: int, way: str) -> None:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO1)
+        kept = training.weight.detach() if rank == 1 else None
+        for _ in range(3):
+            training.step()
+            if kept is not None:
+                training.model.eval()(training.x)  # this rank alone
+        weight = training.handle.full_state_dict()["0.weight"].to(DEVICE)
+        assert kept is None or torch.equal(kept, weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_may_keep_a_tensor(way: str) -> None:
+    run_ranks(_one_rank_keeps, 2, way)
+
+
+def _loaded(rank: int, way: str) -> None:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO2)
+        kept = training.weight.detach()
+        state = {name: torch.full_like(value, 3.0) for name, value in training.handle.full_state_dict().items()}
+        training.handle.load_full_state_dict(state)
+        assert torch.equal(kept, torch.full_like(kept, 3.0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kept_tensors_have_values_that_are_loaded(way: str) -> None:
+    run_ranks(_loaded, 2, way)
+
+
+def test_what_is_kept_and_not_waited_for_is_old() -> None:
+    """Whether it is depends on when messages come, so it is the state of the parameters that tells."""
+    assert {*run_ranks(_not_waited_for_at_all, 2)} == {4}
+
+
+def _not_waited_for_at_all(rank: int) -> int:
+    with travelling("pairwise"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatBuffer, "is_lent", property(lambda self: False))
+        training = Training(rank, zeroshard.ZERO2)
+        kept = training.weight.detach()
+        training.step()
+        del kept
+        return sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
