@@ -53,9 +53,9 @@ def _kept(rank: int, plan: zeroshard.Plan, way: str, precision: str | None) -> N
             assert [name for name in expected if not torch.equal(expected[name].to(DEVICE), found[name])] == []
         training.step()
         (view.float() * 2).sum().backward()
-        gradient = torch.zeros(WIDTH, WIDTH)
+        gradient = torch.zeros(WIDTH, WIDTH, device=DEVICE)
         gradient[:, 1:5] = 2
-        assert torch.equal(training.handle.gradient("0.weight").cpu().float(), gradient)
+        assert torch.equal(training.handle.gradient("0.weight").to(DEVICE).float(), gradient)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

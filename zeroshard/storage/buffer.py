@@ -270,7 +270,8 @@ class FlatBuffer:
     def is_lent(self) -> bool:
         """Whether others keep tensors in the memory of `views`, if parameters have none there; False where it is not
         known ([Note: lent views])."""
-        return self.lends and self._cut is not None and uses_of(self._cut.whole) > self._cut.own_uses
+        cut = self._cut
+        return cut is not None and cut.whole is not cut.full and uses_of(cut.whole) > cut.own_uses
 
     def renew_view(self, index: int) -> None:
         """From now on, `views` has another tensor for that slot: somebody keeps this one."""
@@ -389,7 +390,7 @@ def _as_another_storage(tensor: Tensor) -> Tensor:
     """A tensor in the same memory, whose storage counts its tensors by itself. The tensor itself on devices for which
     torch has no such exchange."""
     try:
-        return from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
+        return from_dlpack(torch._C._to_dlpack(tensor.view(torch.uint8))).view(tensor.dtype)
     except (BufferError, NotImplementedError, RuntimeError, ValueError):
         return tensor
 
