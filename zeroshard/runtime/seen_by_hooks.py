@@ -42,9 +42,10 @@ class SeenByHooks:
         self._running = running
         for number, module in enumerate(self._modules):
             # In front of those hooks: one of them may return another output.
-            if self._has_others(module._forward_hooks):
+            if module._forward_hooks and self._has_others(module._forward_hooks):
                 self._handles.append(module.register_forward_hook(self._note_output, prepend=True))
-            if number and self._has_others(module._forward_pre_hooks):  # what the module itself is given is not its own
+            # What the module itself is given is not its own.
+            if number and module._forward_pre_hooks and self._has_others(module._forward_pre_hooks):
                 self._handles.append(
                     module.register_forward_pre_hook(self._note_inputs, prepend=True, with_kwargs=True)
                 )

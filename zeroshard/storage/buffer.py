@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -118,7 +118,7 @@ class FlatBuffer:
         if lasting:
             self.hold()
 
-    @property
+    @cached_property
     def own_interval(self) -> Interval:
         """The interval of the full buffer that is the own shard."""
         return self.layout.shard(self.rank)
