@@ -17,6 +17,9 @@ quartiles of the ratios within single rounds. These differ widely on a machine t
 gathers, so that no contender's work falls into the time of the next one; `--block` times several steps of one contender
 in a row, as in training, and waits once.
 
+A step of zeroshard always takes the norm of the gradient, and refuses one that is not finite. The others take it where
+gradients are clipped, as in most training of language models: `--clip 1.0` compares programs that do the same.
+
 "no exchange" is the least that a step with a sharded optimizer can take: each rank trains alone, and its optimizer
 updates as many elements as a shard has. Its losses are not compared, as it does less.
 

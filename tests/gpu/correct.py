@@ -319,6 +319,7 @@ SUITES = (
     "tests/comm/test_order.py",
     "tests/runtime/test_writing.py",
     "tests/runtime/test_local_parts.py",
+    "tests/runtime/test_lent_views.py",
     "tests/step/test_ahead.py",
     "tests/checkpoint/test_round_trips.py",
     "tests/test_optimizer.py",

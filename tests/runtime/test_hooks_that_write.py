@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import PLANS
+from tests.kit import PLANS, travelling
 from tests.together import in_turn
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankError, run_ranks
 
 Hook = Callable[[Tensor], None]
 
@@ -202,3 +202,33 @@ def test_gradients_with_a_graph_are_not_read_from_p_grad() -> None:
             optimizer.zero_grad()
 
     run_ranks(in_turn(check, PLANS), 2)
+
+
+def halve(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def halve_data(weight: Tensor) -> None:
+    weight.data.mul_(0.5)
+
+
+def backward_that_writes(rank: int, layer: int, write: Callable[[Tensor], None], way: str) -> None:
+    with travelling(way):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(7)])
+        zeroshard.shard(model, "zero3", units=nn.Linear)
+        model[layer].register_full_backward_hook(lambda module, *_: write(module.weight))
+        backward(model, rank)
+
+
+@pytest.mark.parametrize("way", ["shared", "pairwise"])
+@pytest.mark.parametrize("write", [halve, halve_data])
+@pytest.mark.parametrize("layer", [1, 3, 6])
+def test_hooks_of_modules_in_backward_do_not_write_to_borrowed_weights(
+    layer: int, write: Callable[[Tensor], None], way: str
+) -> None:
+    """Also where another unit takes over the memory in the same backward: such a write was lost, in silence. (The error
+    may be of one rank alone, the one whose shard it is.)"""
+    with pytest.raises(RankError, match="has been written to in a forward or backward, where its values are borrowed"):
+        run_ranks(backward_that_writes, 2, layer, write, way)

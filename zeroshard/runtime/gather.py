@@ -342,7 +342,7 @@ class Gatherer:
             return True
         if unit.weights.in_use:
             return False
-        unit.weights.drop()
+        unit.weights.make_room()
         return True
 
     @phase("gather", of_unit=True)
@@ -416,7 +416,7 @@ class Gatherer:
                 buffer = self._turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
                 self._before_waiting_for(buffer.occupant.weights)
-                buffer.occupant.weights.drop()
+                buffer.occupant.weights.make_room()
         buffer.occupy(unit)
         full = unit.weights.place
         if full is None:

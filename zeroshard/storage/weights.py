@@ -78,7 +78,7 @@ class Weights:
         self.in_use = self.scopes = self.writers = 0
         self.shown = False
         self._writes: list[int] = []  # when the parameters were last shown in a borrowed buffer
-        self._was_compared = False
+        self._compared: set[bool] = set()  # whether after a forward, after a backward
         self.versions = Versions(parameters)
 
     @property
@@ -160,6 +160,11 @@ class Weights:
         self.buffer.detach(forget=forget)
         self.buffer.become(SHARDED)
 
+    def make_room(self) -> None:
+        """Other values come to the memory that these have borrowed."""
+        self.put_away(after_forward=False)  # if a backward has shown them
+        self.drop()
+
     def rest(self) -> None:
         """Return to the resting placement: a borrowed buffer is given back, and its views are forgotten."""
         if self.buffer.borrows:
@@ -196,8 +201,8 @@ class Weights:
     def _expect_unwritten(self, *, after_forward: bool) -> None:
         """Check that a borrowed buffer has not been written to: what is written there is lost when the buffer is given
         back. Writes through `p.data` leave the version as it is. Where shards lie side by side, the page table shows
-        them (`Common.is_written`). Elsewhere the own interval is compared as well, once: modules that set their
-        parameters themselves do so in their first forward.
+        them (`Common.is_written`). Elsewhere the own interval is compared as well, after the first forward and the
+        first backward: modules that set their parameters themselves do so in their first forward.
 
         Raises:
             RuntimeError: a parameter has been written to.
@@ -205,7 +210,7 @@ class Weights:
         writes = self.versions.writes()
         slots = zip(self.buffer.layout.slots, self._writes, writes, strict=True)
         names = [slot.name for slot, before, after in slots if before != after]
-        if not names and after_forward and self._differs_from_shard():
+        if not names and self._differs_from_shard(after_forward=after_forward):
             names = ["a parameter"]
         if names:
             if self._common is not None:  # the values are as before: training can go on
@@ -218,13 +223,13 @@ class Weights:
                 "are parameters (of Keras) belong in shard(..., ignored=)"
             )
 
-    def _differs_from_shard(self) -> bool:
+    def _differs_from_shard(self, *, after_forward: bool) -> bool:
         found = None
         if self._common is not None and self.buffer.full is self.place:
             found = self._common.is_written()
-        if found is None and not self._was_compared:
+        if found is None and after_forward not in self._compared:
             found = not have_same_bits(self.buffer.own_part_of_full(), self.buffer.shard)
-            self._was_compared = True
+            self._compared.add(after_forward)
         return bool(found)
 
     def show(self) -> None:
