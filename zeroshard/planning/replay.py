@@ -16,6 +16,7 @@ from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.model.paths import parent
 from zeroshard.planner import PlannedUnit
 from zeroshard.planning.calls import Calls, Event
+from zeroshard.runtime.calls import Needs
 
 During = Literal["forward", "backward"]
 
@@ -38,31 +39,20 @@ class _Unit:
     is_shown: bool = False
 
     def __post_init__(self) -> None:
-        self.request = self.unit.spec.weight_request(self.unit.layout.numel)
-        self.is_part = self.unit.spec.is_part
+        self.spec = self.unit.spec
+        self.request = self.spec.weight_request(self.unit.layout.numel)
+        self.is_part = self.spec.is_part
 
     def drop(self) -> None:
         self.is_gathered = self.is_shown = False
 
 
 @dataclass(eq=False)
-class _Needed:
-    """What the calls of a module need: see `runtime/calls.py`. `around`: of the modules around it that need as much;
-    while one of them runs, the calls of this one count for nothing."""
+class _Needed(Needs[_Unit]):
+    """What the calls of a module need. `around`: of the modules around it that need as much; while one of them runs,
+    the calls of this one count for nothing."""
 
-    units: list[_Unit] = field(default_factory=list)
-    gathers: list[_Unit] = field(default_factory=list)
     around: list[_Needed] = field(default_factory=list)
-    running: int = 0
-
-    def add(self, unit: _Unit, path: str) -> None:
-        if unit not in self.units:
-            self.units.append(unit)
-            if not unit.is_part or path in unit.unit.spec.gathered_by:
-                self.gathers.append(unit)
-
-    def covers(self, other: _Needed) -> bool:
-        return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
 
 
 @dataclass(eq=False)
@@ -124,7 +114,7 @@ class _Buffers:
         return free
 
     def gather_for_backward(self, units: Sequence[_Unit]) -> None:
-        inner = tuple(one for one in units if not one.unit.spec.outer)
+        inner = tuple(one for one in units if not one.spec.outer)
         self._protected = inner or self._protected
         for one in units:
             if not one.is_gathered:
@@ -144,7 +134,7 @@ class _Buffers:
     def step(self, staying: Callable[[Hashable], bool]) -> None:
         """The weights that train change, and buffers are given back, but those in such places."""
         for one in self.units:
-            if one.unit.spec.trainable or not staying(one.place):
+            if one.spec.trainable or not staying(one.place):
                 one.drop()
         self._occupants = {place: one for place, one in self._occupants.items() if one.is_gathered}
 
@@ -243,7 +233,7 @@ class Replay:
 
     def apart(self) -> Iterator[str]:
         """The units that have got a buffer of their own, though they were to take turns."""
-        return (one.unit.spec.name for one in self._units if not one.request.alone and one.place == one.request.key)
+        return (one.spec.name for one in self._units if not one.request.alone and one.place == one.request.key)
 
     # The calls ----------------------------------------------------------------------------------------------------
 
@@ -251,7 +241,7 @@ class Replay:
         needed = self._needs[event.module]
         if any(outer.running for outer in needed.around):
             return
-        self._trains = self._trains or any(one.unit.spec.trainable for one in needed.units)
+        self._trains = self._trains or any(one.spec.trainable for one in needed.units)
         self._running.append((event.call, needed))
         needed.running += 1
         if event.task != -1:
@@ -331,7 +321,7 @@ def _needs(units: Sequence[_Unit], number_of: Mapping[str, int]) -> dict[int, _N
     """Number of a module -> what its calls need, for the modules that have hooks of the engine."""
     needs = {number_of[""]: _Needed()}
     for one in units:
-        for path in one.unit.spec.modules:
+        for path in one.spec.modules:
             needs.setdefault(number_of[path], _Needed()).add(one, path)
     for path, number in number_of.items():
         needed, outer = needs.get(number), path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,44 +22,56 @@ from zeroshard.model.casting import end_calls, running
 from zeroshard.model.outside_graphs import between_graphs
 from zeroshard.model.room import with_room
 from zeroshard.model.trees import differentiable
+from zeroshard.model.units import HasSpec
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
+T = TypeVar("T", bound=HasSpec)
+
 
 @dataclass(eq=False)
-class Needed:
-    """What the calls of a module need.
+class Needs(Generic[T]):
+    """The units that the calls of a module need: in the engine, and where the planner replays calls.
 
     Attributes:
         units: the units whose weights stay until the end of the call.
         gathers: those of them that the call gathers when it begins.
-        hooks: around the call.
-        inside: modules inside the module that need nothing else, and their hooks.
-        reached: modules that may leave results in attributes: the module and all inside of it, but for those that need
-            something else, and those of torch.
-        seen: by the user's hooks on modules inside.
         running: how many calls are running (of several threads, or one inside another).
     """
 
-    units: list[Unit] = field(default_factory=list)
-    gathers: list[Unit] = field(default_factory=list)
-    hooks: Around | None = None
-    inside: dict[nn.Module, Around] = field(default_factory=dict)
-    reached: list[nn.Module] = field(default_factory=list)
-    seen: SeenByHooks = field(default_factory=SeenByHooks)
+    units: list[T] = field(default_factory=list)
+    gathers: list[T] = field(default_factory=list)
     running: int = 0
 
-    def add(self, unit: Unit, path: str) -> None:
+    def add(self, unit: T, path: str) -> None:
         """`path`: of the module."""
         if unit not in self.units:
             self.units.append(unit)
             if not unit.spec.is_part or path in unit.spec.gathered_by:
                 self.gathers.append(unit)
 
-    def covers(self, other: Needed) -> bool:
+    def covers(self, other: Self) -> bool:
         """Whether these needs include the other ones."""
         return set(other.units) <= set(self.units) and set(other.gathers) <= set(self.gathers)
+
+
+@dataclass(eq=False)
+class Needed(Needs[Unit]):
+    """What the calls of a module need, and what is around them.
+
+    Attributes:
+        hooks: around the call.
+        inside: modules inside the module that need nothing else, and their hooks.
+        reached: modules that may leave results in attributes: the module and all inside of it, but for those that need
+            something else, and those of torch.
+        seen: by the user's hooks on modules inside.
+    """
+
+    hooks: Around | None = None
+    inside: dict[nn.Module, Around] = field(default_factory=dict)
+    reached: list[nn.Module] = field(default_factory=list)
+    seen: SeenByHooks = field(default_factory=SeenByHooks)
 
     def begin(self, running: Callable[[], Iterable[Unit]] | None) -> None:
         """The call begins: take the hooks off the modules inside. `running`: the units of the running calls, if a
