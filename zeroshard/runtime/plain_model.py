@@ -122,13 +122,19 @@ class PlainModel:
         """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`, and what modules return
         from `get_extra_state()`. None: a `state_dict()` of the model's own, or a hook, has other values (copies,
         dicts), or cannot be asked for these."""
-        try:
-            found = self._listed(partial(self.module.state_dict, keep_vars=True))
-        except Exception:  # of the model's own: what it does with values that are not here, or without `keep_vars`
+        if (found := self._asked()) is None:
             return None
         known, extra_states = {id(one) for one in self._named().values()}, self.extra_states()
         are_known = all(id(value) in known or name in extra_states for name, value in found.items())
         return found if are_known else None
+
+    def _asked(self) -> dict[str, Any] | None:
+        """What the model's `state_dict()` lists. None: one of the model's own raises (for values that are not here, or
+        `keep_vars`)."""
+        try:
+            return self._listed(partial(self.module.state_dict, keep_vars=True))
+        except Exception:
+            return None
 
     def state_of(self, values: Mapping[int, Tensor]) -> dict[str, Any]:
         """The model's own `state_dict()` while its parameters have these values, by the id of the parameter."""
@@ -165,12 +171,8 @@ class PlainModel:
         """The `state`, also of a model for which that is None. Where a `state_dict()` of the model's own or a hook has
         a copy, it is the parameter or buffer itself; where that cannot be called, or puts dicts into each other, the
         names are those of `nn.Module`."""
-        try:
-            found = self._listed(partial(self.module.state_dict, keep_vars=True))
-        except Exception:  # of the model's own
-            found = {"": {}}
-        extra_states, named = self.extra_states(), self._named()
-        if any(isinstance(value, Mapping) and name not in extra_states for name, value in found.items()):
+        found, extra_states, named = self._asked(), self.extra_states(), self._named()
+        if found is None or any(isinstance(v, Mapping) and name not in extra_states for name, v in found.items()):
             found = self._listed(self._names_of_torch)
         return {name: named.get(name, value) for name, value in found.items()}
 
