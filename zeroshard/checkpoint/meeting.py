@@ -175,7 +175,7 @@ class Meeting:
             self._ring([self._ranks[0]])
         if known == self.size:
             counts = [f"reports-{leader}-False" for leader in (0, *self._leaders())]
-            self._delete(["beat-0", "stop", "known", "reports-0-True", *counts, *self._keys_of("verdict")])
+            self._delete(["beat-0", "stop", "known", "reports-0-True", *counts, *self._keys_of_verdict()])
 
     def _delete(self, keys: Sequence[str]) -> None:
         for key in dict.fromkeys(keys):
@@ -222,8 +222,9 @@ class Meeting:
             None if self._watch is None else self._watch.bell, 0.02 * max(1.0, self.size / _RANKS_AT_FULL_PACE)
         )
 
-    def _be_counted(self, key: str, awaited: int, by: int, *, at_once: bool = False) -> None:
-        """Count this rank's arrival. The last of the `awaited` ranks rings the bell of rank `by`, which waits."""
+    def _be_counted(self, key: str, awaited: int, by: int, *, at_once: bool) -> None:
+        """Count this rank's arrival. The last of the `awaited` ranks rings the bell of rank `by`, which waits;
+        `at_once`: this one does."""
         if self._store.add(key, 1) == awaited or at_once:
             self._ring([self._ranks[by]])
 
@@ -263,7 +264,7 @@ class Meeting:
         others = [self._store.get(f"{key}/{index}") for index in range(int(count))]
         return json.loads(zlib.decompress(b64decode(b"".join([first, *others]))))
 
-    def _keys_of(self, key: str) -> list[str]:
-        """The keys of a value and of its further parts."""
-        count, _, _ = self._store.get(key).partition(b" ")
-        return [key, *(f"{key}/{index}" for index in range(int(count)))]
+    def _keys_of_verdict(self) -> list[str]:
+        """Of its first part, and of the others."""
+        count, _, _ = self._store.get("verdict").partition(b" ")
+        return ["verdict", *(f"verdict/{index}" for index in range(int(count)))]

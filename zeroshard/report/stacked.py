@@ -32,10 +32,6 @@ class Column:
         return sum(self.held.values())
 
     @property
-    def engine(self) -> int:
-        return self.num_bytes - self.held.get("activations", 0)
-
-    @property
     def says(self) -> str:
         until = f", until the gradient of {self.until}" if self.until else ""
         kinds = (f"{WORDS[kind]}: {in_units(self.held[kind])}" for kind in reversed(KINDS) if self.held.get(kind))

@@ -5,7 +5,7 @@ Optimizers, checkpoints and joins work on the engine. `handle.py` is its public 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
@@ -175,10 +175,10 @@ class Engine(NotCopied):
 
     # Gradients and what is frozen ----------------------------------------------------------------------------------
 
-    def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
-        """Whether gradients are waiting for a step. `units`, `reduced`: see `Reducer.has_gradients`."""
+    def has_gradients(self, *, reduced: bool = False) -> bool:
+        """Whether gradients are waiting for a step. `reduced`: only those that have been reduced."""
         self.reducer.notice()  # the user may have set `p.grad = None` in the meantime
-        return self.reducer.has_gradients(units, reduced=reduced)
+        return self.reducer.has_gradients(reduced=reduced)
 
     def begins_anew(self) -> bool:
         """Whether no gradients wait for a step (the user may have discarded them, by `model.zero_grad()` for
