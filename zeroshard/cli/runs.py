@@ -37,7 +37,8 @@ def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
         ValueError: the folder contains no run, a damaged one, or one that has not done a step yet.
     """
     record = read_run(folder, timeline=timeline)
-    config, step = configuration_file(folder / "config.toml"), _saved_step(folder)
+    config, steps = configuration_file(folder / "config.toml"), folders.steps(folder)
+    step = steps[max(steps)] if steps else None
     from zeroshard.train.planned import Place
 
     if record.starts:
@@ -47,11 +48,6 @@ def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
         is_cuda = config.parallel.device == "cuda" or (config.parallel.device == "auto" and torch.cuda.is_available())
         place = Place(config.parallel.nproc or _ranks_of(step), "cuda" if is_cuda else "cpu")
     return SavedRun(record, config, place, step)
-
-
-def _saved_step(run: Path) -> Path | None:
-    known = folders.steps(run)
-    return folders.find(run, max(known)) if known else None
 
 
 def _ranks_of(step: Path | None) -> int:

@@ -75,10 +75,7 @@ def _files_at(path: Path) -> Files:
     if not path.is_file():
         raise UserError(f"no text at {path}: expected a UTF-8 file or a folder of them")
     try:
-        content = path.read_bytes()
-        content.decode()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        _text_in(path)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start}") from None
     return [(path.name, path)]
@@ -92,14 +89,23 @@ def _documents(files: Files) -> Iterator[Document]:
     """The files that contain UTF-8 text; other files in a folder are skipped."""
     for name, path in files:
         try:
-            content = path.read_bytes()
-            content.decode()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
+            content = _text_in(path)
         except UnicodeDecodeError:
             continue
         if content and SEPARATOR not in content:
             yield Document(name, content)
+
+
+def _text_in(path: Path) -> bytes:
+    """Raises:
+    UserError: the file cannot be read.
+    UnicodeDecodeError: it is not UTF-8."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    content.decode()
+    return content
 
 
 def _saved_dataset(path: Path, column: str) -> Texts:
