@@ -32,8 +32,7 @@ import torch
 from zeroshard.checkpoint.index import DIGEST_LENGTH, Index, digest_of, expect_digests
 from zeroshard.io.checked import MAX_NUMEL, integer, parse_json, refuse, short, sizes, typed
 from zeroshard.io.checked import CheckpointError as CheckpointError
-from zeroshard.io.tensor_file import DTYPE_NAMES as DTYPE_NAMES
-from zeroshard.io.tensor_file import DTYPES, expect_file_name
+from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES, expect_file_name
 from zeroshard.layout.interval import Interval
 
 FORMAT = 2

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.index import BLOCK_BYTES, DIGEST_LENGTH, Chunk, Index, digest_of, num_blocks
-from zeroshard.checkpoint.manifest import DTYPE_NAMES, FileEntry, Run, TensorEntry
+from zeroshard.checkpoint.manifest import FileEntry, Run, TensorEntry
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidValue
-from zeroshard.io.tensor_file import MAX_HEADER_BYTES, bytes_of
+from zeroshard.io.tensor_file import DTYPE_NAMES, MAX_HEADER_BYTES, bytes_of
 from zeroshard.layout.interval import Interval, round_up
 
 SYNC_BYTES = 256 << 20

@@ -10,10 +10,11 @@ import torch
 
 from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders, pruning
-from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+from zeroshard.checkpoint.manifest import MANIFEST_NAME
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.cli.terminal import Command, Damaged, Size, printable, say, table
 from zeroshard.exchange.dcp_metadata import METADATA
+from zeroshard.io.tensor_file import DTYPE_NAMES
 from zeroshard.planning.optimizers import class_named
 
 DTYPES = {"stored": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
