@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import SIZES
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
-from zeroshard.step.inner import begin_training, run_step, trial
+from zeroshard.step.inner import begin_training, for_trial, run_step, trial
 from zeroshard.storage.buffer import live_bytes
 
 _SIZES = (7, 5, 3, 11, 13, 17)
@@ -74,7 +73,7 @@ class OptimizerKind:
 
     optimizer_class: OptimizerClass
     options: Options
-    pattern: str = "*"
+    pattern: str
     steps: bool = True
 
     @property
@@ -126,12 +125,11 @@ class OptimizerKind:
         Raises:
             ValueError: the class cannot step it.
         """
-        kernels = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & self.options.keys(), False)
         # On the CPU, also inside of `with torch.device("meta")`: classes read their step counts.
         with trial(), torch.no_grad(), _uncompiled(self.optimizer_class):
             parameter = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
             try:
-                optimizer = self.optimizer_class([parameter], **(copy.deepcopy(self.options) | kernels))
+                optimizer = self.optimizer_class([parameter], **for_trial(self.options))
                 if self.steps:
                     begin_training(optimizer)
                     parameter.grad = torch.ones_like(parameter)

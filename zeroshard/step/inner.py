@@ -126,6 +126,12 @@ def trial() -> Iterator[None]:
         yield
 
 
+def for_trial(options: Options) -> Options:
+    """A copy of these options, for the plain kernels: others do not take every device, or need a graph."""
+    kernels = {"foreach", "fused", "capturable", "differentiable"}
+    return copy.deepcopy(options) | dict.fromkeys(kernels & options.keys(), False)
+
+
 def begin_training(optimizer: Any) -> None:
     """Call `train()` if the class has it: schedule-free classes step only in training mode."""
     if callable(getattr(optimizer, "train", None)):
@@ -270,11 +276,10 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
         options: a param group; defaults: what the class was built with.
     """
     options = {key: value for key, value in options.items() if key != "params"}
-    implementation = dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)
     with trial(), torch.no_grad():
         parameter = torch.zeros(2, 3, device="cpu", requires_grad=True)
         try:
-            group = {**copy.deepcopy(options), **implementation, "params": [parameter]}
+            group = {**for_trial(options), "params": [parameter]}
             optimizer = optimizer_class([group], **copy.deepcopy(defaults))
             begin_training(optimizer)
             for _ in range(2):
