@@ -485,15 +485,14 @@ class Training:
     def wholes(self) -> list[PlannedWhole]:
         """The parameters of all ranks that are stepped as a whole, by stepper, in the order of the buffers."""
         num_owners = 1 if self.plan.main is REPLICATED else self.topology.num_shards
-        found = [
-            PlannedWhole(self.optimizer.stepper_of(slot.name), unit, slot, state, 0)
-            for unit, slot in self._trainable_slots()
-            if (state := self.optimizer.whole_state(slot, unit.main_dtype))
-        ]
+        found: dict[Hashable, list[tuple[PlannedUnit, Slot, Bytes]]] = {}
+        for unit, slot in self._trainable_slots():
+            if (state := self.optimizer.whole_state(slot, unit.main_dtype)) is not None:
+                found.setdefault(self.optimizer.stepper_of(slot.name), []).append((unit, slot, state))
         owned = []
-        for of_one in by_stepper(found).values():
-            owners = balance([cost(whole.slot.shape) for whole in of_one], num_owners)
-            owned += [replace(whole, owner=owner) for whole, owner in zip(of_one, owners, strict=True)]
+        for stepper, of_one in found.items():
+            owners = balance([cost(slot.shape) for _, slot, _ in of_one], num_owners)
+            owned += [PlannedWhole(stepper, *one, owner) for one, owner in zip(of_one, owners, strict=True)]
         return owned
 
 

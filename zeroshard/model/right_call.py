@@ -186,7 +186,7 @@ def expect_parameters(found: object) -> None:
     raise InvalidType(f"params must be a handle, or an iterable of tensors or dicts, found {_kind(found)}{hint}")
 
 
-def expect_class(found: object, positional: Sequence[object] = (), named: Iterable[str] = ()) -> None:
+def expect_class(found: object, positional: Sequence[object], named: Iterable[str]) -> None:
     """Check the `optimizer_class` argument, that nothing comes behind it without a name (`positional`), and that no
     name is `params` (`named`).
 

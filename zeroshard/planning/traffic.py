@@ -40,10 +40,10 @@ class Schedule:
         num_scalers: loss scales in use.
     """
 
-    micro_batches: int = 1
-    reductions: int = 1
-    num_groups: int = 1
-    num_scalers: int = 0
+    micro_batches: int
+    reductions: int
+    num_groups: int
+    num_scalers: int
 
 
 def step_events(training: Training, schedule: Schedule, gathered: Gathered) -> Counter[CommEvent]:

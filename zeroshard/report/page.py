@@ -263,7 +263,7 @@ class Report:
         )
         return element("p", intro, class_="note") + _choose("unit", choices)
 
-    def _figure(self, name: str, title: str, *, below: str = "", above: str = "", wide: int = WIDE) -> str:
+    def _figure(self, name: str, title: str, *, below: str, above: str = "", wide: int = WIDE) -> str:
         draw = self.pictures[name].draw
         sizes = element("div", draw(wide), class_="wide") + element("div", draw(NARROW), class_="narrow")
         caption = element("figcaption", escaped(title)) if title else ""

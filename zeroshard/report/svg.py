@@ -68,7 +68,7 @@ def legend(entries: Legend) -> str:
     return element("ul", *chips, class_="legend") if entries else ""
 
 
-def alone(drawn: str, style: str, defs: str, *, heading: str = "", entries: Legend = ()) -> str:
+def alone(drawn: str, style: str, defs: str, *, heading: str, entries: Legend) -> str:
     """A picture as a file of its own, with its heading and legend above it, and without what a page's script reads."""
     drawn = re.sub(r'<text[^>]* opacity="0"[^>]*>[^<]*</text>\n?| (?:data-[\w-]+)="[^"]*"', "", drawn)
     found = re.match(r'<svg xmlns="[^"]*" viewBox="0 0 ([\d.]+) ([\d.]+)" role="img" aria-label="([^"]*)"', drawn)

@@ -88,7 +88,7 @@ class PlainModel:
         if self._model is not None and device is not None:
             self.module.to(device)
 
-    def newcomers(self, units: Sequence[Unit], *, also_added: bool = True) -> list[str]:
+    def newcomers(self, units: Sequence[Unit], *, also_added: bool) -> list[str]:
         """Names of parameters of the model that are in none of the units. `also_added`: False: only if others have left
         the model for them, and not for the time of a `functional_call`."""
         module = None if self._model is None else self._model()

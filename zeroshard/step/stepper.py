@@ -138,11 +138,11 @@ class SavedTensor:
     read: Callable[[Interval, Tensor], None]
 
     @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype | None = None) -> SavedTensor:
+    def of(cls, value: Tensor, dtype: torch.dtype) -> SavedTensor:
         def read(interval: Interval, out: Tensor) -> None:
             out.copy_(value.reshape(-1)[interval.slice])
 
-        return cls(tuple(value.shape), dtype or value.dtype, read)
+        return cls(tuple(value.shape), dtype, read)
 
     def whole(self, device: torch.device) -> Tensor:
         flat = torch.empty(math.prod(self.shape), dtype=self.dtype, device=device)
@@ -275,5 +275,5 @@ def as_saved(
                         f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}"
                     )
                 of_weights = as_main and value.dtype == member.unit.weights.buffer.dtype
-                items[key] = SavedTensor.of(value, member.unit.main.dtype if of_weights else None)
+                items[key] = SavedTensor.of(value, member.unit.main.dtype if of_weights else value.dtype)
     return saved

@@ -169,11 +169,11 @@ class Pool:
         device: of all buffers.
         limit: the most bytes that all buffers and the optimizers' scratch may take (None: no limit).
         besides: returns the bytes of the optimizers' scratch.
-        expect_units: raises if units of these specs would need more than the limit (`planner.check_limit`).
+        expect_units: raises if units of these specs would need more than the limit (`planner.expect_within`).
         most: kind -> the most bytes that were held at once.
     """
 
-    def __init__(self, collectives: Collectives, limit: int | None = None) -> None:
+    def __init__(self, collectives: Collectives, limit: int | None) -> None:
         self._collectives, self.device = collectives, collectives.device
         self.limit = limit
         self.besides: Callable[[], int] = lambda: 0

@@ -45,7 +45,7 @@ class Unit:
         parameters: Sequence[nn.Parameter],
         plan: Plan,
         collectives: Collectives,
-        common: Common | None = None,
+        common: Common | None,
     ) -> None:
         """`common`: the memory for the shard of the weights, if those of all ranks lie side by side."""
         self.index, self.spec, self.plan = index, spec, plan
