@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -47,28 +45,6 @@ class Managed:
 
 
 EVERYTHING = Managed()
-
-
-class Contents:
-    """The modules and parameters that a model has at one moment."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # They are held, so that no later module has the id of one of them. The model itself is not.
-        self._inside = [module for module in model.modules() if module is not model]
-        self._ids = self._ids_in(model)
-
-    def are_those_of(self, model: nn.Module) -> bool:
-        """Whether the model still has the same ones, at the same places. (`named_parameters` takes a hundred times as
-        long.)"""
-        return self._ids_in(model) == self._ids
-
-    def _ids_in(self, model: nn.Module) -> list[int]:
-        modules = [model, *self._inside]
-        held = [one.values() for of_each in (_PARAMETERS, _MODULES) for one in map(of_each, modules)]
-        return [*map(id, chain.from_iterable(held))]
-
-
-_PARAMETERS, _MODULES = attrgetter("_parameters"), attrgetter("_modules")
 
 
 def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
