@@ -29,7 +29,7 @@ from zeroshard.planning.forecast import Forecast, Phase
 from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.once import Known, once, traced_once
 from zeroshard.planning.optimizers import Needs, needs_of, num_groups
-from zeroshard.planning.traffic import Gathered, Schedule, step_events
+from zeroshard.planning.traffic import Gathered, StepCounts, step_events
 
 
 def plan(model: nn.Module, configuration: Configuration | None = None) -> Forecast:
@@ -53,8 +53,8 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         of = _planned(model, found)
         training, needs, workload = of.training, of.needs, found.workload
         trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
-    schedule = _schedule(training, needs, found)
-    gathered = Gathered.of(training, schedule, None if trace is None else trace.calls)
+    counts = _counts(training, needs, found)
+    gathered = Gathered.of(training, counts, None if trace is None else trace.calls)
     order = () if trace is None else tuple(gradient.name for gradient in trace.gradients)
     training = replace(training, gradients=order, gathered_apart=gathered.apart)
     phases, of_step = of.phases_of(found, training), tuple[Moment, ...]()
@@ -72,7 +72,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         state=of.state,
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         padding_of_all=sum(map(_padding_of_all, training.units)),
-        events=step_events(training, schedule, gathered),
+        events=step_events(training, counts, gathered),
         training=training,
         file=of.file,
         again=partial(_again, model, known),
@@ -206,12 +206,12 @@ def _phases(training: Training, needs: Needs, configuration: Configuration, copi
     }
 
 
-def _schedule(training: Training, needs: Needs, configuration: Configuration) -> Schedule:
+def _counts(training: Training, needs: Needs, configuration: Configuration) -> StepCounts:
     scales = configuration.loss_scales
     if scales is None:
         scales = int(any(unit.spec.weight_dtype == torch.float16 for unit in training.units if unit.spec.trainable))
     reductions = 1 if configuration.accumulates_locally else configuration.micro_batches
-    return Schedule(configuration.micro_batches, reductions, num_groups(needs), scales)
+    return StepCounts(configuration.micro_batches, reductions, num_groups(needs), scales)
 
 
 def _state_by_entry(training: Training, needs: Needs) -> dict[str, int]:

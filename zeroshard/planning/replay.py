@@ -16,7 +16,7 @@ from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.model.paths import parent
 from zeroshard.planner import PlannedUnit
 from zeroshard.planning.calls import Calls, Event
-from zeroshard.runtime.calls import Needs
+from zeroshard.runtime.calls import NeededUnits
 
 During = Literal["forward", "backward"]
 
@@ -48,7 +48,7 @@ class _Unit:
 
 
 @dataclass(eq=False)
-class _Needed(Needs[_Unit]):
+class _Needed(NeededUnits[_Unit]):
     """What the calls of a module need. `around`: of the modules around it that need as much; while one of them runs,
     the calls of this one count for nothing."""
 

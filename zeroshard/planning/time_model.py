@@ -213,11 +213,13 @@ def multiplied(training: Training, looked_up: Collection[str]) -> dict[str, int]
 
 def _runs(
     training: Training, machine: Machine, tokens: int, micro_batches: int, recompute: bool, looked_up: Collection[str]
-) -> list[Run]:
+) -> list[_Computation]:
     """The computations of a step, in their order."""
     again = (BACKWARD + FORWARD * recompute) / FORWARD
     elements = multiplied(training, looked_up)
-    forward = [Run(name, "forward", FORWARD * number * tokens / machine.flops) for name, number in elements.items()]
+    forward = [
+        _Computation(name, "forward", FORWARD * number * tokens / machine.flops) for name, number in elements.items()
+    ]
     roots = {unit.spec.name for unit in training.units if unit.spec.of_root and not unit.spec.is_part}
     late = [run for run in forward if run.unit in roots] if len(roots) < len(forward) else []
     early = [replace(run, seconds=0.0, ends=False) if run in late else run for run in forward]
@@ -245,7 +247,7 @@ def _bytes_of_update(training: Training) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class _Computation:
     """The computation of one unit in one phase, or a part of it. `begins`: it is the first part, which needs weights;
     `ends`: the last one, which completes the gradients."""
 
@@ -255,7 +257,7 @@ class Run:
     begins: bool = True
     ends: bool = True
 
-    def reversed(self) -> Run:
+    def reversed(self) -> _Computation:
         return replace(self, begins=self.ends, ends=self.begins)
 
 
@@ -290,22 +292,22 @@ class _Messages:
     def total(self) -> float:
         return sum(self.of_units.values()) + self.others
 
-    def exposed(self, runs: Sequence[Run], micro_batches: int) -> float:
+    def exposed(self, runs: Sequence[_Computation], micro_batches: int) -> float:
         """The seconds for which computation waits for messages."""
         end = max((span.stop for span in self.schedule(runs, micro_batches)), default=0.0)
         return end - sum(run.seconds for run in runs) + self.others
 
-    def schedule(self, runs: Sequence[Run], micro_batches: int) -> Iterator[Span]:
+    def schedule(self, runs: Sequence[_Computation], micro_batches: int) -> Iterator[Span]:
         """Computations and messages in time, without those of `others`.
 
         Args:
             runs: of all units, in the order in time. While one computes, the next unit's weights are gathered.
         """
 
-        def of(kind: str, run: Run, phase: str = "") -> float:
+        def of(kind: str, run: _Computation, phase: str = "") -> float:
             return self.of_units.get((kind, run.unit, phase or run.phase), 0.0) / (1 if phase else micro_batches)
 
-        def message(lane: str, run: Run, phase: str, start: float, seconds: float) -> Iterator[Span]:
+        def message(lane: str, run: _Computation, phase: str, start: float, seconds: float) -> Iterator[Span]:
             if seconds:
                 yield Span(lane, run.unit, phase, start, start + seconds)
 
@@ -313,7 +315,7 @@ class _Messages:
         gathered = of("gather", runs[0]) if runs else 0.0
         yield from message("gathers", runs[0], runs[0].phase, 0.0, gathered) if runs else ()
         has_followed = set[str]()
-        complete: dict[str, Run] = {}
+        complete: dict[str, _Computation] = {}
         queue: list[str] = []  # the units that this backward has not reduced yet
         for run, following in zip(runs, [*runs[1:], None], strict=True):
             if run.unit not in has_followed:

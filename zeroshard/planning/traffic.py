@@ -30,7 +30,7 @@ STEPS_REPLAYED = 8
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepCounts:
     """The numbers of a step.
 
     Attributes:
@@ -46,18 +46,18 @@ class Schedule:
     num_scalers: int
 
 
-def step_events(training: Training, schedule: Schedule, gathered: Gathered) -> Counter[CommEvent]:
+def step_events(training: Training, counts: StepCounts, gathered: Gathered) -> Counter[CommEvent]:
     """How often each event occurs in a step, from the second step on."""
     events = Counter[CommEvent]()
     for unit in training.units:
         if unit.is_reduced:
             for event in _reduction(training, unit):
-                events[event] += schedule.reductions
+                events[event] += counts.reductions
         if unit.spec.trainable and training.plan.weights is REPLICATED and training.plan.main is SHARDED:
             events[_gather(unit, "step", unit.spec.weight_dtype)] += 1
     events.update(gathered.events)
     events.update(_to_owners_and_back(training))
-    events.update(_control(training, schedule))
+    events.update(_control(training, counts))
     return Counter({event: number for event, number in events.items() if event.bytes or event.op == "all_to_all"})
 
 
@@ -91,14 +91,14 @@ class Gathered:
     apart: frozenset[str]
 
     @classmethod
-    def of(cls, training: Training, schedule: Schedule, calls: Calls | None) -> Self:
+    def of(cls, training: Training, counts: StepCounts, calls: Calls | None) -> Self:
         """`calls`: as recorded; None: as assumed."""
         if training.plan.weights is not SHARDED or training.topology.num_shards == 1:
             return cls(Counter(), frozenset())
-        units, stay = training.units, _places_that_stay(training, schedule)
+        units, stay = training.units, _places_that_stay(training, counts)
         calls = assumed_calls(units) if calls is None else calls
-        key = "gathers", _alike(units), frozenset(map(repr, stay)), schedule.micro_batches, calls.events
-        found, apart = once(key, (), lambda: _replayed(units, calls, schedule.micro_batches, stay))
+        key = "gathers", _alike(units), frozenset(map(repr, stay)), counts.micro_batches, calls.events
+        found, apart = once(key, (), lambda: _replayed(units, calls, counts.micro_batches, stay))
         events = Counter[CommEvent]()
         for number, phase, times in found:
             events[_gather(units[number], phase, units[number].spec.weight_dtype)] += times
@@ -164,14 +164,14 @@ def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
     return Calls((*events, Event("end", 0, 0, -1), *reversed(grads)), number_of)
 
 
-def _places_that_stay(training: Training, schedule: Schedule) -> set[Hashable]:
+def _places_that_stay(training: Training, counts: StepCounts) -> set[Hashable]:
     """The pool buffers of weights that stay held through a step (on a CPU, if they are small): what a frozen unit has
     gathered there stays valid."""
     if training.topology.device_type != "cpu":
         return set()
     plan = PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in training.units)
     places = [*plan.own, *((queue, n) for queue, (count, _) in plan.shared.items() for n in range(count))]
-    buffers = training.pool(no_sync=schedule.micro_batches > schedule.reductions)
+    buffers = training.pool(no_sync=counts.micro_batches > counts.reductions)
     rests = {id(buffer) for buffer in resting(buffers, training.topology.device_type)}
     of_weights = [buffer for buffer in buffers if buffer.kind == "ring"]
     return {place for place, buffer in zip(places, of_weights, strict=True) if id(buffer) in rests}
@@ -199,12 +199,12 @@ def _to_owners_and_back(training: Training) -> Counter[CommEvent]:
     return events
 
 
-def _control(training: Training, schedule: Schedule) -> Counter[CommEvent]:
-    num_flags = sum(len(unit.layout.slots) for unit in training.units if unit.spec.trainable) + schedule.num_scalers
+def _control(training: Training, counts: StepCounts) -> Counter[CommEvent]:
+    num_flags = sum(len(unit.layout.slots) for unit in training.units if unit.spec.trainable) + counts.num_scalers
     topology = training.topology
     num_ranks, transport = topology.num_shards * topology.num_replicas, topology.transport
     sent = [
         transport.sent_to_add_up(size, num_ranks)
-        for size in packet_sizes(row_numbers(schedule.num_groups, num_flags, num_ranks))
+        for size in packet_sizes(row_numbers(counts.num_groups, num_flags, num_ranks))
     ]
     return Counter(CommEvent("exchange", "control", "step", num_bytes) for num_bytes in sent)

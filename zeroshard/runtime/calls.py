@@ -31,7 +31,7 @@ T = TypeVar("T", bound=HasSpec)
 
 
 @dataclass(eq=False)
-class Needs(Generic[T]):
+class NeededUnits(Generic[T]):
     """The units that the calls of a module need: in the engine, and where the planner replays calls.
 
     Attributes:
@@ -57,7 +57,7 @@ class Needs(Generic[T]):
 
 
 @dataclass(eq=False)
-class Needed(Needs[Unit]):
+class Needed(NeededUnits[Unit]):
     """What the calls of a module need, and what is around them.
 
     Attributes:
