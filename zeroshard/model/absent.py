@@ -271,6 +271,12 @@ def is_absent(tensor: Tensor) -> bool:
     return isinstance(tensor, AbsentTensor)
 
 
+def kind_of(parameter: Tensor) -> type:
+    """The usual class of a parameter, which may be absent."""
+    kind = type(parameter)
+    return kind.plain if issubclass(kind, AbsentTensor) else kind
+
+
 def _name_of(absent: AbsentTensor) -> str:
     return absent.home.names[absent.storage_offset()]
 

@@ -106,7 +106,10 @@ def needs_of(
             that no class accepts; a class that is named twice.
     """
     kinds = tuple(map(_kind, _listed(optimizers)))
-    found = [granularity_of(kind.optimizer_class, kind.options, None, sharded=sharded) for kind in kinds]
+    found = [
+        granularity_of(kind.optimizer_class, kind.options, None, sharded=sharded, parameters=[*parameters.values()])
+        for kind in kinds
+    ]
     whole = tuple(granularity is Granularity.PARAMETER for granularity in found)
     if not kinds or len({kind.optimizer_class for kind in kinds}) < len(kinds):
         names = ", ".join(kind.name for kind in kinds)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.layout import Slot
+from zeroshard.model.absent import kind_of
 from zeroshard.storage.unit import Unit
 
 Options = dict[str, Any]
@@ -34,6 +35,13 @@ class Member:
     @property
     def slot(self) -> Slot:
         return self.unit.layout.slots[self.index]
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """The tensor, with the class and the attributes of the parameter: an optimizer may go by either."""
+        if (kind := kind_of(self.parameter)) is not nn.Parameter:
+            tensor.__class__ = kind
+        tensor.__dict__ = self.parameter.__dict__  # not a copy: they may change
+        return tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,17 +9,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
+from zeroshard.model.absent import kind_of
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
 from zeroshard.runtime.settings import plain
@@ -67,16 +68,19 @@ def granularity_of(
     *,
     sharded: bool = False,
     groups: Sequence[Options] = (),
+    parameters: Sequence[Tensor] = (),
 ) -> Granularity:
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
     classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
     stepped together, one by one, and cut into pieces, and the results are compared. A class is taken to be elementwise
-    only if none of its operations combines elements either.
+    only if none of its operations combines elements either, and if it sees nothing of these parameters that their
+    pieces have not: a class of their own (geoopt's points on manifolds), or attributes that it asks for.
 
     Args:
         sharded: whether no rank steps all parameters.
         groups: the hyper-parameters of the param groups, which may make a class another one (GaLore's `rank`): each
             group has a trial, unless it differs from one before only in numbers.
+        parameters: what it steps.
 
     Raises:
         ValueError: the class cannot be sharded, or the trial fails.
@@ -89,8 +93,16 @@ def granularity_of(
         return declared or listed
     tried = _Tried(optimizer_class, options)
     with trial():
+        asked = _asked_for(tried, parameters)
+        if asked and declared is Granularity.ELEMENT:
+            raise InvalidValue(
+                f"elementwise=True, and {tried.name} looks at attributes of parameters ({', '.join(asked[:5])}), which "
+                "pieces of parameters have not: leave elementwise= out"
+            )
         if declared is None:
             found = {_by_trial(tried, sharded=sharded)}
+            if asked or any(kind_of(parameter) is not nn.Parameter for parameter in parameters):
+                found.add(Granularity.PARAMETER)
             found |= {_of_group(replace(tried, of_group=group), sharded=sharded) for group in _unlike(tried, groups)}
             return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
@@ -359,6 +371,28 @@ def _step_once(tried: _Tried, shape: Sequence[int] = (4, 6), *, with_closure: bo
     else:
         run_step(optimizer)
     return calls
+
+
+def _asked_for(tried: _Tried, parameters: Sequence[Tensor]) -> list[str]:
+    """The attributes of these parameters that a step of the class looks for at what it steps."""
+    there = {name for parameter in parameters for name in parameter.__dict__}
+    if not there:
+        return []
+    asked = set()
+
+    class Asked(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            asked.add(name)
+            raise AttributeError(f"no attribute {name!r}")
+
+    tensor = torch.ones(4, 6, device="cpu", requires_grad=True)
+    tensor.__class__ = Asked
+    tensor.grad = torch.ones(4, 6, device="cpu")
+    with suppress(Exception):  # other trials tell of it
+        run_step(tried.over([tensor]))
+    return sorted(there & asked)
 
 
 def _gradients(numel: int) -> Iterator[Tensor]:

@@ -57,9 +57,11 @@ class OwnerState:
         ]
         # Build the class once over all shapes, so that a refusal (Muon: all but matrices) raises on every rank, not
         # only on the owner: the other ranks would hang in their next collective.
-        shapes = [torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta") for whole in self.wholes]
+        shapes = [
+            whole.stand_in(torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta")) for whole in self.wholes
+        ]
         expect_no_reads(assignment.optimizer_class, assignment.defaults, shapes)
-        self.values = self.allocate()
+        self.values = {whole: whole.stand_in(value) for whole, value in self.allocate().items()}
         self.inner = Inner(assignment, self._tensors_of)
 
     def allocate(self) -> dict[WholeParameter, Tensor]:

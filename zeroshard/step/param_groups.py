@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.io.values import without_numpy
+from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
@@ -41,7 +42,7 @@ class Classes:
         """The group, completed with the defaults of its class; and the class.
 
         Raises:
-            ValueError: the group asks for steps that autograd can follow; or has a parameter twice.
+            ValueError: the group asks for steps that autograd can follow; or has a parameter twice, or in an option.
         """
         group = dict(param_group)
         if not isinstance(params := group["params"], (Tensor, set)):  # torch refuses sets
@@ -53,6 +54,7 @@ class Classes:
                 "steps: leave differentiable out"
             )
         of_group = group.pop("optimizer_class", self.default)
+        _expect_no_parameters(of_group, {key: value for key, value in group.items() if key != "params"})
         return (group if of_group is self.default else {**defaults_of(of_group, {}), **group}), of_group
 
     def declared(self, optimizer_class: OptimizerClass) -> bool | None:
@@ -235,12 +237,27 @@ def _expect_once(params: Sequence[Any]) -> None:
             )
 
 
+def _expect_no_parameters(optimizer_class: OptimizerClass, options: Options) -> None:
+    """Raises:
+    ValueError: there are parameters in an option."""
+    for key, value in options.items():
+        inside = tensors_in([*value, *value.values()] if isinstance(value, Mapping) else value)
+        if any(isinstance(tensor, nn.Parameter) for tensor in inside):
+            raise InvalidValue(
+                f"{optimizer_class.__name__}: there are parameters in {key}=, and the class would not find them, as "
+                "other tensors are stepped in their place. Give them a param group with an option that the class looks "
+                'at, {"params": [...], "lr": 1e-3}, or with a class, {"params": [...], "optimizer_class": ...}'
+            )
+
+
 def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
     """The defaults of the class, with these options, which the class checks.
 
     Raises:
         TypeError: the class has not what an optimizer of torch has.
+        ValueError: there are parameters in an option.
     """
+    _expect_no_parameters(optimizer_class, options)
     optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
     if missing := [name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)]:
         raise InvalidType(

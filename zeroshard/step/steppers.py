@@ -283,8 +283,9 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             sharded = any(unit.updated.numel < unit.layout.numel for unit in by_unit)
             of_mine = {index: options[index] for index in mine}
             declared = classes.declared(optimizer_class)
+            params = [parameter for index in mine for parameter in groups.lists[index]["params"]]
             granularity = granularity_of(
-                optimizer_class, defaults, declared, sharded=sharded, groups=[*of_mine.values()]
+                optimizer_class, defaults, declared, sharded=sharded, groups=[*of_mine.values()], parameters=params
             )
             if granularity is Granularity.PARAMETER:
                 for name, shape in _without_elements(by_unit):

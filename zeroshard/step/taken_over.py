@@ -178,9 +178,10 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
         ("the attribute", _attributes(optimizer), _attributes(new)),
     ):
         for key in mine.keys() & theirs.keys():
-            if plain(mine[key]) != plain(theirs[key]):
+            one, other = mine[key], theirs[key]
+            if plain(one) != plain(other) or (isinstance(one, (set, frozenset)) and one != other):
                 raise InvalidValue(
-                    f"from_optimizer: {what} {key} is {_short(mine[key])}, and {_short(theirs[key])} in a {name} that "
+                    f"from_optimizer: {what} {key} is {_short(one)}, and {_short(other)} in a {name} that "
                     "is made anew, as the one that steps: name the argument that it comes from, "
                     "from_optimizer(handle, optimizer, ARGUMENT=...), or set optimizer.ARGUMENT = ... before it is "
                     "taken over (in a Trainer, Accelerate or Lightning)"

@@ -1,0 +1,129 @@
+"""Optimizer classes that go by the parameter itself: its class, attributes that it has, or whether it is in a list of
+theirs. Other tensors are stepped in its place, so it once was stepped like any other, in silence and under every plan.
+
+Found with geoopt 0.5.1: points on manifolds left them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard
+from tests.kit import LAST_BITS, PLANS, largest_difference
+from tests.together import on_ranks
+from zeroshard.step.granularity import Granularity, granularity_of
+
+
+class OnASphere(nn.Parameter):
+    """Rows of a length, which is an attribute."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = OnASphere(nn.functional.normalize(torch.randn(5, 3), dim=1) * 2)
+        self.rows.radius = 2.0  # type: ignore[attr-defined]
+        self.inner, self.outer = nn.Linear(3, 7), nn.Linear(7, 1)
+        self.inner.weight.lr_scale = 0.1  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(self.inner(x @ self.rows).tanh())
+        return found
+
+
+class ByClass(torch.optim.Optimizer):
+    """As geoopt's: some parameters are brought back to where they belong."""
+
+    def __init__(self, params: Any, lr: float = 0.1, slow: Any = ()) -> None:
+        super().__init__(params, {"lr": lr})
+        self.slow = {id(parameter) for parameter in slow}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["mean"] = p.grad + 0.5 * state.get("mean", torch.zeros_like(p.grad))
+                p.sub_(state["mean"], alpha=group["lr"] * self.scale(p))
+                if isinstance(p, OnASphere):
+                    p.mul_(p.radius / p.norm(dim=1, keepdim=True))  # type: ignore[attr-defined]
+
+    def scale(self, p: Tensor) -> float:
+        return 1.0
+
+
+class ByAttribute(ByClass):
+    def scale(self, p: Tensor) -> float:
+        scale: float = getattr(p, "lr_scale", 1.0)
+        return scale
+
+
+def trained(rank: int, plan: str | None, of_class: type[ByClass]) -> dict[str, Tensor]:
+    model = Model()
+    handle = None if plan is None else zeroshard.shard(model, plan)
+    optimizer: Any = (
+        of_class(model.parameters()) if handle is None else zeroshard.ShardedOptimizer(handle, of_class, lr=0.1)
+    )
+    for step in range(4):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 5)).square().mean().backward()
+        for parameter in model.parameters() if handle is None else ():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        optimizer.step()
+        model.inner.weight.lr_scale = 0.2  # type: ignore[assignment]
+    if handle is not None:  # what stands in for a parameter is not what the user sees
+        assert {type(key) for key in optimizer.state_dict()["state"][0].values()} == {Tensor}
+    return model.state_dict() if handle is None else handle.full_state_dict()
+
+
+@on_ranks(2)
+def test_a_class_that_goes_by_the_parameter_steps_as_the_plain_one(rank: int) -> None:
+    for of_class in (ByClass, ByAttribute):
+        expected = trained(rank, None, of_class)
+        for plan in ("ddp", "zero1", "zero2", "zero3"):
+            found = trained(rank, plan, of_class)
+            assert largest_difference(found, expected) < LAST_BITS, (of_class, plan)
+            assert torch.allclose(found["rows"].norm(dim=1), torch.tensor(2.0))
+
+
+def test_only_what_it_looks_at_takes_whole_parameters() -> None:
+    model = Model()
+    rows, scaled, others = model.rows, model.inner.weight, [model.outer.weight]
+    for of_class, parameters, expected in (
+        (ByClass, [rows], Granularity.PARAMETER),
+        (ByClass, [scaled], Granularity.ELEMENT),  # it has an attribute that the class does not ask for
+        (ByAttribute, [scaled], Granularity.PARAMETER),
+        (ByAttribute, others, Granularity.ELEMENT),
+        (torch.optim.AdamW, [rows, scaled], Granularity.ELEMENT),
+    ):
+        assert granularity_of(of_class, {}, None, parameters=parameters) is expected, (of_class, expected)
+    with pytest.raises(ValueError, match=r"elementwise=True, and ByAttribute looks at attributes .*\(lr_scale\)"):
+        granularity_of(ByAttribute, {}, True, parameters=[scaled])
+
+
+@on_ranks(2)
+def test_parameters_in_the_arguments_of_a_class_are_refused(rank: int) -> None:
+    for plan in PLANS:
+        model = Model()
+        slow = model.outer.weight
+        plain = ByClass(model.parameters(), slow=[slow])
+        handle = zeroshard.shard(model, plan)
+        for found in ({"slow": [slow]}, {"slow": {slow: 0.1}}):
+            with pytest.raises(ValueError, match=r"ByClass: there are parameters in slow=.* Give them a param group"):
+                zeroshard.ShardedOptimizer(handle, ByClass, **found)
+        with pytest.raises(ValueError, match="ByClass: there are parameters in anchors="):
+            zeroshard.ShardedOptimizer([{"params": [*model.parameters()], "anchors": [slow]}], ByClass)
+        with pytest.raises(ValueError, match="from_optimizer: the attribute slow is"):
+            zeroshard.ShardedOptimizer.from_optimizer(handle, plain)
+        assert zeroshard.ShardedOptimizer(handle, ByClass).param_groups
