@@ -255,10 +255,17 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
 
     Raises:
         TypeError: the class has not what an optimizer of torch has.
-        ValueError: there are parameters in an option.
+        ValueError: there are parameters in an option; or it cannot be made over a list of parameters.
     """
     _expect_no_parameters(optimizer_class, options)
-    optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
+    try:
+        optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
+    except (AssertionError, AttributeError, LookupError, RuntimeError) as error:  # not what checks of options raise
+        raise InvalidValue(
+            f"{optimizer_class.__name__} cannot be sharded: over a list of parameters it raised {error!r}. If its "
+            "param groups must have options that say how they are stepped (use_muon), give each group a class instead: "
+            '[{"params": matrices, "optimizer_class": torch.optim.Muon}, {"params": others}]'
+        ) from error
     if missing := [name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)]:
         raise InvalidType(
             f"{optimizer_class.__name__} cannot be sharded: it has no attribute {missing[0]!r}, as every "
