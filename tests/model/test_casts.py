@@ -6,7 +6,7 @@ each unit, and zeroshard does so, too.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -426,6 +426,30 @@ def test_a_block_is_given_the_callers_own_lists_and_dicts(rank: int) -> None:
     losses.append([losses])  # type: ignore[arg-type]
     block(torch.ones(2, 4), losses, also)
     assert losses[0] is also["pair"][0] is inner[0] is first and also["itself"][0] is also
+
+
+class Encoder(nn.Module):
+    """Adds to what it is given, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: UserDict[str, Tensor]) -> UserDict[str, Tensor]:
+        self.seen = given["x"].dtype
+        given["y"] = self.linear(given["x"])
+        return given
+
+
+@on_ranks(1)
+def test_a_user_dict_is_cast_as_a_dict(rank: int) -> None:
+    """What tokenizers of transformers return is one: `output=` did nothing there, in silence, and fp32 raised."""
+    model = make(Encoder)
+    zeroshard.shard(model, "zero3", precision=MixedPrecision(output=FP32))
+    x = torch.ones(2, 4)
+    given = UserDict(x=x)
+    assert model(given) is given and model.seen == BF16
+    assert given["x"] is x and given["y"].dtype == FP32 and given["y"].requires_grad
 
 
 def interrupted(*_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,7 +29,7 @@ def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replace
     if kind is tuple:
         parts = [replace_tensors(fn, part, replaced, around) for part in tree]
         return tree if _are_same(parts, tree) else tuple(parts)
-    if kind in _SEQUENCES or isinstance(tree, dict) or is_record(tree):
+    if kind in _SEQUENCES or isinstance(tree, _MAPPINGS) or is_record(tree):
         if any(tree is one for one in around):
             return tree
         for name, part in parts_of(tree):
@@ -46,7 +46,7 @@ def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replace
 
 def parts_of(container: Any) -> list[tuple[Any, Any]]:
     """The parts of a list, a dict or a dataclass, with the index, key or field of each."""
-    if isinstance(container, dict):
+    if isinstance(container, _MAPPINGS):
         return list(container.items())
     if not is_record(container):
         return list(enumerate(container))
@@ -56,7 +56,7 @@ def parts_of(container: Any) -> list[tuple[Any, Any]]:
 
 def put_part(container: Any, name: Any, part: Any) -> None:
     """Replace a part of a list, a dict or a dataclass."""
-    if is_record(container) and not isinstance(container, dict):
+    if is_record(container) and not isinstance(container, _MAPPINGS):
         object.__setattr__(container, name, part)  # also works for frozen dataclasses
         return
     try:
@@ -69,6 +69,7 @@ def put_part(container: Any, name: Any, part: Any) -> None:
 
 _SEQUENCES: tuple[type[Any], ...] = (tuple, list, deque)
 _DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+_MAPPINGS = (dict, UserDict)  # the latter: what tokenizers and processors of `transformers` return
 
 
 def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
