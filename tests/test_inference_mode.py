@@ -6,8 +6,9 @@ error of torch at the next step, on some of the ranks, where plain torch goes on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import Block, Net, State, loss_of_tokens, make, same_bits
+from tests.together import on_ranks
 from zeroshard.comm import samples
 from zeroshard.testing import run_ranks
 
@@ -154,3 +156,19 @@ def test_samples_of_weights_that_an_evaluation_took_are_replaced_while_training(
         assert run.handle.engine.collectives.samples._numbers > 16
 
     run_ranks(check, 2)
+
+
+@on_ranks(2)
+def test_a_model_that_was_built_there_is_refused(rank: int) -> None:
+    """It said "Inference tensors do not track version counter"."""
+    for plan in PLANS:
+        with torch.inference_mode():
+            model = make(partial(Net, blocks=1))
+        for inside in (nullcontext, torch.inference_mode):
+            with inside(), pytest.raises(ValueError, match=r"was made inside torch.inference_mode\(\).*copy.deepcopy"):
+                zeroshard.shard(model, plan, units=Block)
+        model = copy.deepcopy(model)
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        assert optimizer.step().applied

@@ -255,13 +255,14 @@ def test_recorded_weights_are_those_of_a_plain_model() -> None:
 def test_compiled_autograd_is_refused() -> None:
     """Nothing was called at the end of such a backward, and the step said that the backward had raised."""
 
-    def train(rank: int, plan: str) -> str:
+    def train(rank: int, plan: str, by_optimizer: bool = False) -> str:
         model = small()
         handle = zeroshard.shard(model, plan, units=nn.Linear)
         optimizer = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
 
         def backward() -> None:
-            model(torch.ones(2, 4)).sum().backward()
+            loss = model(torch.ones(2, 4)).sum()
+            optimizer.backward(loss) if by_optimizer else loss.backward()
 
         with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(RuntimeError) as error:
             torch.compile(backward, backend="eager")()
@@ -270,9 +271,11 @@ def test_compiled_autograd_is_refused() -> None:
         assert optimizer.step().applied
         return str(error.value)
 
-    assert all("compiled_autograd=False" in said.replace(" ", "") for said in run_ranks(train, 2, "zero2"))
+    refused = "compiled_autograd=False"
+    assert all(refused in said.replace(" ", "") for said in run_ranks(train, 2, "zero2"))
     # It looks at what is saved before it calls a hook, and weights are hidden then.
     assert all("modified by an inplace operation" in said for said in run_ranks(train, 2, "zero3"))
+    assert all(refused in said.replace(" ", "") for said in run_ranks(train, 2, "zero3", True))
 
 
 def test_a_cuda_graph_contains_no_sharded_forward_with_work_on_the_host() -> None:

@@ -20,7 +20,7 @@ from zeroshard.io.logger import tell
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.outside_graphs import outside_graphs
-from zeroshard.model.right_call import expect_class, expect_handle, expect_instance, expect_parameters
+from zeroshard.model.right_call import expect_autograd, expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.model.room import with_room
 from zeroshard.runtime.loss_ledger import LossAccount
 from zeroshard.runtime.unsharded import expect_none_written
@@ -410,6 +410,7 @@ def scaled_loss(
     `ShardedOptimizer.backward`."""
     engine, arguments = optimizer.engine, arguments or {}
     engine.check_open("backward")
+    expect_autograd()  # its first hook is too late where weights are hidden: autograd looks at what it has saved before
     if loss.numel() != 1 and "gradient" not in arguments:
         raise InvalidValue(
             f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="

@@ -44,7 +44,7 @@ def expect_ready(
     Raises:
         TypeError: `materialize` is neither a function nor a path.
         ValueError: the model has no values and `materialize` is None, or it has values and `materialize` is given; a
-            parameter is sharded already; a parameter is on another device.
+            parameter is sharded already, was made in inference mode, or is on another device.
     """
     if not (materialize is None or callable(materialize) or isinstance(materialize, (str, os.PathLike))):
         raise InvalidType(
@@ -66,6 +66,11 @@ def expect_ready(
     for name, parameter in parameters.items():
         if taken := _taken(parameter):
             raise InvalidValue(f"parameter {name} {taken}")
+        if parameter.is_inference():
+            raise InvalidValue(
+                f"parameter {name} was made inside torch.inference_mode(), and no gradient can be computed with it: "
+                "build the model outside of that block, or copy it there, model = copy.deepcopy(model)"
+            )
         if parameter.device.type not in (device.type, "meta"):
             raise InvalidValue(
                 f"parameter {name} is on {parameter.device}, and this process group moves {device.type} tensors: "

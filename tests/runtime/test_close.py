@@ -91,3 +91,48 @@ def test_a_closed_model_accumulates_gradients_in_its_own_dtype(rank: int) -> Non
         loss_of_tokens(model, rank, 0, 1).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.bfloat16}
+
+
+@on_ranks(2)
+def test_a_graph_from_before_close_has_no_backward_beyond_ddp(rank: int) -> None:
+    """Under ZeRO-3 it said "weights cannot be without values"; under ZeRO-1 and 2 gradients were left that no rank
+    held."""
+    for plan in PLANS:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        loss = loss_of_tokens(model, rank, 0, 0)
+        loss.backward(retain_graph=True)
+        expected = {name: handle.gradient(name) for name, _ in model.named_parameters()}
+        model.zero_grad()
+        handle.close()
+        if plan is zeroshard.DDP:
+            loss.backward()
+            assert same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
+            continue
+        with pytest.raises(RuntimeError, match=r"backward: unit \S+ .*is not sharded any more.*before handle.close"):
+            loss.backward()
+        loss_of_tokens(model, rank, 0, 0).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+def test_a_gradient_that_waits_when_the_handle_is_closed(rank: int) -> None:
+    """It named methods of the handle, which is closed, or said nothing but that the handle was gone."""
+    for plan in plans_of(1):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        handle.close()
+        if plan is zeroshard.DDP:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            continue
+        for step in (
+            lambda model=model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda model=model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+            lambda model=model: loss_of_tokens(model, rank, 0, 1).backward(),
+        ):
+            with pytest.raises(RuntimeError, match=r"this gradient is from before handle.close\(\).*model.zero_grad"):
+                step()
+        model.zero_grad()
+        loss_of_tokens(model, rank, 0, 1).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()

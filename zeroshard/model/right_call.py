@@ -141,12 +141,13 @@ def expect_no_recording(stay: Iterable[bool]) -> bool:
 
 
 def expect_autograd() -> None:
-    """Called when a backward begins.
+    """Called when a backward begins, or is about to.
 
     Raises:
         RuntimeError: torch's compiled autograd runs it, which does not call what it was asked to call at its end.
     """
-    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    if any(getattr(module, name, False) for name in ("compiled_autograd_enabled", "in_compiled_autograd_region")):
         raise InvalidState(
             "backward: torch's compiled autograd runs it, and nothing would be called when it is over: gradients would "
             "not be complete. Set torch._dynamo.config.compiled_autograd = False (modules, and functions that are a "

@@ -75,13 +75,22 @@ class ShardedGradient(Tensor):
         pass
 
     @property
+    def _unit(self) -> Unit:
+        unit = self._unit_ref()
+        return _living(None if unit is None or unit.weights.buffer.placement is None else self._unit_ref)
+
+    @property
+    def _visible(self) -> Any:
+        return _living(self._visible_ref)
+
+    @property
     def data(self) -> Tensor:
         return self
 
     @data.setter
     def data(self, values: Tensor) -> None:
         with as_tensors():
-            _living(self._unit_ref).parameters[self._index].grad = values.detach()
+            self._unit.parameters[self._index].grad = values.detach()
 
     def apply_(self, function: Callable[..., Any]) -> Tensor:
         self._explain("apply_")  # torch writes to the memory, without a dispatch
@@ -122,24 +131,24 @@ class ShardedGradient(Tensor):
         between ranks."""
         if what != "zero_":
             self._expect_final(what)
-        _living(self._visible_ref).edit(_living(self._unit_ref), self._index, operation, what, operands)
+        self._visible.edit(self._unit, self._index, operation, what, operands)
 
     def _norm(self, norm_type: float) -> Tensor:
         """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
         self._expect_final("norm")
-        if torch.is_grad_enabled() and _living(self._visible_ref).had_graphs:
+        if torch.is_grad_enabled() and self._visible.had_graphs:
             self._explain("norm")
-        norm: Tensor = _living(self._visible_ref).norm(_living(self._unit_ref), self._index, norm_type)
+        norm: Tensor = self._visible.norm(self._unit, self._index, norm_type)
         return norm
 
     def _explain(self, what: str) -> NoReturn:
-        name = _living(self._unit_ref).layout.slots[self._index].name
+        name = self._unit.layout.slots[self._index].name
         if "_amp_" in what:
             raise InvalidState(
                 f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
                 "loss_scale='dynamic' to ShardedOptimizer, and call optimizer.backward(loss) in place of the scaler"
             )
-        if _living(self._visible_ref).had_graphs:
+        if self._visible.had_graphs:
             raise InvalidState(
                 f"{what} on the gradient of {name}: a backward had create_graph=True, and in p.grad there is no graph, "
                 "so a loss that is computed from it would have no gradient. torch.autograd.grad(loss, parameters, "
@@ -157,14 +166,14 @@ class ShardedGradient(Tensor):
     def _expect_final(self, what: str) -> None:
         """Raises:
         RuntimeError: the gradient is not what plain torch would have in `p.grad`."""
-        unit = _living(self._unit_ref)
+        unit = self._unit
         state, name = unit.grads.state, unit.layout.slots[self._index].name
         if state is not GradState.REDUCED:
             raise InvalidState(
                 f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
                 "of no_sync() and the step"
             )
-        if not _living(self._visible_ref).final:
+        if not self._visible.final:
             raise InvalidState(
                 f"{what} on the gradient of {name}: this step's losses were scaled or weighted, or some ranks have run "
                 "out of inputs in a join that divides by the number of the others; so the gradient is not final until "
@@ -172,10 +181,14 @@ class ShardedGradient(Tensor):
             )
 
 
-def _living(reference: weakref.ref[T]) -> T:
-    found = reference()
+def _living(reference: weakref.ref[T] | None) -> T:
+    found = reference() if reference is not None else None
     if found is None:
-        raise InvalidState("the handle of this gradient is gone")
+        raise InvalidState(
+            "this gradient is from before handle.close() (or abandon()), and no rank holds it any more: call "
+            "optimizer.step(), or read handle.gradient(name), before that. To go on with the plain model, discard it: "
+            "model.zero_grad()"
+        )
     return found
 
 

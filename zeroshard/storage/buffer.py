@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ Allocate = Callable[[int], Tensor]
 
 NOTHING = -0.0
 """What a rank without a gradient adds to a sum: see [Note: nothing] in `gradients.py`."""
+
+
+def refuse_after_close(unit: str) -> NoReturn:
+    """
+    Raises:
+        RuntimeError: the handle has been closed or abandoned, and a graph from before is still here.
+    """
+    raise InvalidState(
+        f"backward: unit {unit} is not sharded any more, as its handle has been closed or abandoned, and this graph "
+        "was made before: call backward before handle.close(), or the model again after it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.buffer import FlatBuffer, refuse_after_close
 
 
 class GradState(Enum):
@@ -83,7 +83,7 @@ class Gradients:
         self._unit, self.buffer, self.mean = unit, buffer, mean
         self.is_apart = buffer.is_apart
         buffer.become(None)
-        self._reduced_before = False
+        self._reduced_before = self._is_over = False
         self.stale: set[int] = set()
         self.ready: set[int] = set()
         self.present: set[int] = set()
@@ -115,6 +115,8 @@ class Gradients:
     def open(self, bucket: Tensor | None = None) -> None:
         """EMPTY or REDUCED -> PARTIAL. `bucket`: [numel], borrowed until `close`; its old values do not matter."""
         self._expect((GradState.EMPTY, GradState.REDUCED), "accumulate into")
+        if self._is_over and not self.means_in_full:  # else they are those of plain torch, in `p.grad`
+            refuse_after_close(self._unit)
         self._reduced_before = self.state is GradState.REDUCED
         # A guest shard lies in a pool buffer, which may be the very bucket that is about to be written to.
         if self.buffer.is_guest:
@@ -247,6 +249,7 @@ class Gradients:
         if self.buffer.is_arriving:
             self.buffer.release()
         self.buffer.free()
+        self._is_over = True
 
     def consume(self, slots: set[int] | None = None) -> None:
         """Drop the gradients of these slots (None: all): a step has used them, or they are discarded."""

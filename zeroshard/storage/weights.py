@@ -34,7 +34,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.ranks.common import Common
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.buffer import FlatBuffer, refuse_after_close
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.versions import Versions
 
@@ -91,9 +91,10 @@ class Weights:
         if buffer.placement is REPLICATED:
             return Residency.GATHERING if buffer.is_arriving else Residency.RESIDENT
         if buffer.placement is not SHARDED or buffer.is_arriving:
-            found = "without values" if buffer.placement is None else buffer.placement.value
+            if buffer.placement is None:
+                refuse_after_close(self._unit)
             arriving = " and arriving" if buffer.is_arriving else ""
-            raise InvalidState(f"unit {self._unit}: weights cannot be {found}{arriving}")
+            raise InvalidState(f"unit {self._unit}: weights cannot be {buffer.placement.value}{arriving}")
         return Residency.SHARDED
 
     def gather(
@@ -219,8 +220,9 @@ class Weights:
             raise InvalidState(
                 f"unit {self._unit}: {names[0]} has been written to in a forward or backward, where its values are "
                 "borrowed: the write is lost. Write inside `with handle.unsharded(write=True), torch.no_grad():`. If a "
-                "module sets its parameters in its first forward, call the model once before shard(). Statistics that "
-                "are parameters (of Keras) belong in shard(..., ignored=)"
+                "module sets its parameters in its first forward, call the model once before shard(). If it writes in "
+                "each forward (PEFT's target_parameters), call the model inside `with handle.unsharded(write=True):`. "
+                "Statistics that are parameters (of Keras) belong in shard(..., ignored=)"
             )
 
     def _differs_from_shard(self, *, after_forward: bool) -> bool:
