@@ -35,12 +35,19 @@ _IN_LOOP = (
     "this model is sharded, and plain Accelerate, or a plain Trainer, prepares it as its own: use the classes of "
     "zeroshard.integrations, which shard it"
 )
+_MOVED = (
+    "a model that is sharded cannot be moved or cast, nor a part of it: do so before shard(), which has precision= for "
+    "16 bits (and MixedPrecision(keep=...) for a module that casts itself); or handle.close() it before"
+)
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): IN_DDP,
     ("accelerate.accelerator", "Accelerator.prepare_model"): _IN_LOOP,
     ("transformers.trainer", "Trainer._move_model_to_device"): _IN_LOOP,
+    ("torch.nn.modules.module", "Module._apply"): _MOVED,
 }
 """Functions that read or move all parameters of a model -> the error message for an absent one."""
+_STEP = "torch.optim.optimizer", "Optimizer.profile_hook_step.<locals>.wrapper"
+"""What torch puts around the step of every optimizer; its `self` is the optimizer."""
 
 as_tensors = torch._C.DisableTorchFunctionSubclass
 """Inside, on this thread, absent parameters behave as plain tensors. For the engine itself, which knows which values
@@ -225,8 +232,8 @@ class Absent:
 
     def explain(self, name: str) -> str:
         """The error message for a parameter: why its values are absent, and what to write instead."""
-        if (wrapped := _being_wrapped()) is not None:
-            return wrapped
+        if (told := by_whom(is_absent)) is not None:
+            return told
         return not_here(name, self._unit) if self.why_lost is None else _lost(name, self.why_lost)
 
     def index_of(self, tensor: Tensor) -> int | None:
@@ -297,12 +304,23 @@ def not_here(name: str, unit: str) -> str:
     )
 
 
-def _being_wrapped() -> str | None:
-    """The error message, if other code is making the model its own, and reads or moves all parameters."""
+def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
+    """The error message, if other code is making the model its own, and reads or moves all parameters, or if a plain
+    optimizer steps such parameters."""
     frame = inspect.currentframe()
     while frame is not None:
-        if (found := _WRAPPERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_qualname))) is not None:
+        place = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+        if (found := _WRAPPERS.get(place)) is not None:
             return found
+        if place[0] == "zeroshard.optimizer":  # a ShardedOptimizer steps: this is its closure
+            return None
+        optimizer = frame.f_locals.get("self") if place == _STEP else None
+        if optimizer is not None and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            name = type(optimizer).__name__
+            return (
+                f"step of a plain {name} over sharded parameters: build zeroshard.ShardedOptimizer(handle, {name}, "
+                "lr=...) in its place, or let ShardedOptimizer.from_optimizer(handle, optimizer) take it over"
+            )
         frame = frame.f_back
     return None
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
-from zeroshard.model.absent import as_tensors
+from zeroshard.model.absent import as_tensors, by_whom
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
@@ -156,6 +156,8 @@ class ShardedGradient(Tensor):
                 f"handle.unsharded():`). Values without a graph: handle.gradient({name!r}) on every rank; norms "
                 "under torch.no_grad()"
             )
+        if (told := by_whom(lambda parameter: isinstance(parameter.grad, ShardedGradient))) is not None:
+            raise InvalidState(f"{what} on the gradient of {name}: {told}")
         raise InvalidState(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
             f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
