@@ -72,6 +72,10 @@ def test_some_parameters_are_unsharded_and_the_rest_stay_away(rank: int) -> None
         with pytest.raises(ValueError, match="not of this handle's model"):
             with handle.unsharded(nn.Linear(2, 2)):
                 pass
+        several: Any = [model.blocks[0], model.blocks[1]]
+        with pytest.raises(TypeError, match=r"several are passed .*\*parts.*type list"):
+            with handle.unsharded(several):
+                pass
 
 
 def test_the_full_gradient_is_the_mean_over_ranks() -> None:
@@ -96,6 +100,25 @@ def test_the_full_gradient_is_the_mean_over_ranks() -> None:
             optimizer.step()
 
     run_ranks(check, 3)
+
+
+@on_ranks(2)
+def test_gradients_are_asked_for_by_a_name(rank: int) -> None:
+    """Of a tied weight any of its names; the second one was unknown."""
+    for plan in plans_of(1):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        handle: Any = zeroshard.shard(model, plan)
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(handle.gradient("1.weight"), handle.gradient("0.weight"))
+        handle.set_gradient("1.weight", torch.ones(4, 4))
+        assert handle.gradient("0.weight").eq(1).all()
+        with pytest.raises(TypeError, match=r"a parameter: write handle\.gradient\('0\.weight'\)"):
+            handle.gradient(model[0].weight)
+        with pytest.raises(TypeError, match=r"a parameter: write handle\.set_gradient\('0\.weight', values\)"):
+            handle.set_gradient(model[0].weight, torch.ones(4, 4))
+        with pytest.raises(TypeError, match=r"0\.weight takes a tensor, found an object of type NoneType"):
+            handle.set_gradient("0.weight", None)
 
 
 @pytest.mark.usefixtures("_compiler")

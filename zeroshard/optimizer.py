@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeroshard.comm.ranges import phase
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.external import shard_parameters
 from zeroshard.handle import Handle, handle_of
 from zeroshard.io.logger import tell
@@ -337,7 +337,9 @@ class ShardedOptimizer(TorchOptimizer):
         try:
             if not all(map(self.engine.admits, group["params"])):
                 raise InvalidValue(
-                    "add_param_group: a parameter is not of this optimizer's model, or was added to it later"
+                    "add_param_group: a parameter is not of this optimizer's model, or was added to it later: add it "
+                    "to the model before shard() (close() the handle, and shard() again); one of another module is for "
+                    "an optimizer of its own"
                 )
             with self.engine.claims.claimed(group["params"], self._itself()):
                 self.engine.take_newcomers(self.groups.parameters(), self.handle)
@@ -411,6 +413,8 @@ def scaled_loss(
     engine, arguments = optimizer.engine, arguments or {}
     engine.check_open("backward")
     expect_autograd()  # its first hook is too late where weights are hidden: autograd looks at what it has saved before
+    if not isinstance(loss, Tensor):
+        raise InvalidType(f"backward takes a loss that is a tensor, found an object of type {type(loss).__name__}")
     if loss.numel() != 1 and "gradient" not in arguments:
         raise InvalidValue(
             f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="

@@ -3,13 +3,17 @@ object has no attribute '__name__'"), or torch's own in the first forward.)"""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import zeroshard
 from tests.together import on_ranks
@@ -36,6 +40,9 @@ def test_the_handle_is_not_the_model() -> None:
             refused(AttributeError, rf"no attribute '{name}'.*{stays}.*model\.{name}", getattr, handle, name)
         refused(AttributeError, r"handle\.full_state_dict\(", getattr, handle, "state_dict")
         refused(AttributeError, r"handle\.load_full_state_dict\(", getattr, handle, "load_state_dict")
+        for name in ("backward", "step", "clip_grad_norm_"):  # of DeepSpeed's engine, and of FSDP
+            refused(AttributeError, rf"no attribute '{name}': write .*optimizer\.{name}\(", getattr, handle, name)
+        refused(AttributeError, r"write zeroshard\.save\(directory, handle", getattr, handle, "save_checkpoint")
         refused(AttributeError, "no attribute 'unit'$", getattr, handle, "unit")
         assert repr(handle) == "Handle(zero2, 2 units, 57 parameters on 2 ranks, bf16)"
         handle.close()
@@ -72,6 +79,9 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
         refused(TypeError, "found an object of type int", sharded, 3, torch.optim.AdamW)
         refused(TypeError, f"found the class Linear: {write}", sharded, handle, nn.Linear, lr=1e-3)
         optimizer, second = sharded(handle, torch.optim.AdamW, lr=1e-3), zeroshard.shard(build(), "zero1")
+        refused(TypeError, "a tensor, found an object of type float", optimizer.backward, 3.0)
+        added = {"params": [nn.Parameter(torch.ones(3))]}
+        refused(ValueError, r"add it to the model before shard\(\)", optimizer.add_param_group, added)
         # Checkpoints
         for call, kwargs in ((zeroshard.save, {"step": 1}), (zeroshard.load, {})):
             name = call.__name__
@@ -116,6 +126,7 @@ def test_arguments_of_another_kind_are_told(rank: int) -> None:
         (ValueError, r"units: found a module \(Linear\), expected its class: units=Linear", {"units": nn.Linear(1, 1)}),
         (ValueError, r"units: found a module \(Linear\).*a group", {"units": [nn.Linear(1, 1), nn.Linear]}),
         (ValueError, r"units='64MB'.*is an int: units=64 \* 2\*\*20", {"units": "64MB"}),
+        (ValueError, r"units: a function is called with each module.*FSDP", {"units": transformer_auto_wrap_policy}),
         (ValueError, r'precision: a dict without a pattern. Write \{"\*": "bf16"\}', {"precision": {}}),
     ]
     for kind, told, options in wrong:
@@ -167,3 +178,18 @@ def test_batch_norms_in_16_bits_are_to_be_kept(rank: int) -> None:
             handle = zeroshard.shard(model, "zero3", precision={nn.BatchNorm1d: "fp32", "*": precision})
             model(x)
             handle.close()
+
+
+@on_ranks(2)
+def test_what_would_shard_or_compile_a_sharded_model(rank: int) -> None:
+    model: Any = build()
+    handle = zeroshard.shard(model, "zero3")
+    wraps: list[Any] = [fully_shard, partial(FullyShardedDataParallel, device_id=torch.device("cpu"))]
+    for wrap in wraps:
+        refused(RuntimeError, "sharded by zeroshard, and FSDP would shard it again", wrap, model)
+        handle.close()
+        model = build()
+        handle = zeroshard.shard(model, "zero3")
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile a sharded model"):
+            torch.jit.script(model)

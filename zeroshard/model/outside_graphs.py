@@ -26,6 +26,15 @@ class OutsideGraphs(NotCopied, partial[Any]):
     def __new__(cls, hook: Callable[..., Any]) -> Self:
         return super().__new__(cls, _disable()(hook))
 
+    def __getattr__(self, name: str) -> Any:
+        text = f"a hook of zeroshard has no attribute {name!r}"
+        if name == "__name__":  # for which torch.jit.script asks
+            text += (
+                ": torch.jit.script cannot compile a sharded model. Build a plain model, load handle.full_state_dict() "
+                "into it, and compile that one"
+            )
+        raise AttributeError(text, name=name, obj=self)
+
 
 @functools.cache
 def _disable() -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -23,6 +23,17 @@ from zeroshard.model.readers import takes_hooks
 _RETURNS = "shard() returns a handle, and the model stays the object it was: `handle = zeroshard.shard(model, ...)`"
 
 
+_ELSEWHERE = {
+    "backward": "loss.backward(), or optimizer.backward(loss), of a zeroshard.ShardedOptimizer",
+    "step": "optimizer.step(), of a zeroshard.ShardedOptimizer",
+    "clip_grad_norm_": "optimizer.clip_grad_norm_(max_norm), of a zeroshard.ShardedOptimizer",
+    "save_checkpoint": "zeroshard.save(directory, handle, optimizer, step=...)",
+    "load_checkpoint": "zeroshard.load(directory, handle, optimizer)",
+    "module": "handle.model",
+}
+"""Methods and attributes of the wrappers of other libraries -> what to write here."""
+
+
 class NotTheModel:
     """Base class of handles: calls that only a module supports (`handle(x)`, `handle.parameters()`, ...) raise, and
     name the right call."""
@@ -34,7 +45,9 @@ class NotTheModel:
 
         def __getattr__(self, name: str) -> Any:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in ("state_dict", "load_state_dict"):
+            if name in _ELSEWHERE:
+                text += f": write {_ELSEWHERE[name]}"
+            elif name in ("state_dict", "load_state_dict"):
                 text += f". {_RETURNS}, then handle.{name.replace('state', 'full_state')}(...)"
             elif hasattr(nn.Module, name) and not name.startswith("_"):
                 text += f". {_RETURNS}, then model.{name}"

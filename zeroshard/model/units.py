@@ -7,6 +7,7 @@ It uses only names, shapes and dtypes, so it also runs on the meta device, for t
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -456,6 +457,13 @@ def _matcher(policy: object) -> Callable[[nn.Module], bool]:
             "units must be module classes or their names, groups of modules or names, a callable or a number of bytes, "
             f"found {policy!r}"
         )
+    try:
+        inspect.signature(policy).bind(None)
+    except (TypeError, ValueError):
+        raise InvalidType(
+            f"units: a function is called with each module, and says whether it is a unit; found {policy!r}. In place "
+            "of a policy of FSDP: the classes that it wraps, units=Block, or a number of bytes"
+        ) from None
     return policy
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.comm.same import expect_same
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.gradients import Gradients, GradState
@@ -28,10 +28,12 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     return mean.views()[index].div(engine.ledger.scale)
 
 
-def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
+def set_full_gradient(engine: Engine, name: str, values: object) -> None:
     """See `Handle.set_gradient`."""
     unit, index, _ = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
+    if not isinstance(values, Tensor):
+        raise InvalidType(f"set_gradient: {name} takes a tensor, found an object of type {type(values).__name__}")
     if tuple(values.shape) != shape:
         raise InvalidValue(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
     engine.hooks.schedule.expect_to_begin()  # discards the gradients of a backward that has raised
@@ -39,9 +41,17 @@ def set_full_gradient(engine: Engine, name: str, values: Tensor) -> None:
     engine.reducer.set_gradient(unit, index, values)
 
 
-def _find(engine: Engine, name: str, what: str) -> tuple[Unit, int, Gradients]:
+def _find(engine: Engine, name: object, what: str) -> tuple[Unit, int, Gradients]:
+    if not isinstance(name, str):
+        found = f"an object of type {type(name).__name__}"
+        if isinstance(name, nn.Parameter):
+            more = ", values" if what == "set_gradient" else ""
+            found = f"a parameter: write handle.{what}({engine.name_of(name)!r}{more})"
+        raise InvalidType(f"{what} takes the name of a parameter, found {found}")
     for unit, grads in engine.reducer.grads.items():
         for index, slot in enumerate(unit.layout.slots):
             if slot.name == name:
                 return unit, index, grads
+    if (first := engine.tied().get(name)) is not None:
+        return _find(engine, first, what)
     raise InvalidValue(f"{what}: the model has no trainable parameter of the name {name!r}")

@@ -23,7 +23,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.kept_weights import keeping
@@ -54,6 +54,11 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
         if part not in named:
             raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}")
         part = named[part]
+    if not isinstance(part, (nn.Module, Tensor)):
+        raise InvalidType(
+            f"{what}: a part is a module, a parameter or the name of one, and several are passed one behind the other "
+            f"({what}(a, b), or *parts); found an object of type {type(part).__name__}"
+        )
     found = list(part.parameters()) if isinstance(part, nn.Module) else [part]
     known = set(map(id, model.parameters()))  # also ignored ones, whose values are always there
     if not all(id(parameter) in known for parameter in found):
