@@ -205,7 +205,7 @@ def test_moving_the_model_afterwards_is_refused(rank: int) -> None:
     for plan in PLANS:
         model = mlp()
         zeroshard.shard(model, plan)
-        with pytest.raises(RuntimeError, match=r"parameter \d\.(weight|bias).*move and cast a model before shard"):
+        with pytest.raises(RuntimeError, match="move and cast a model before shard"):
             model.to(torch.float16)(torch.rand(4, 2).half())
 
 
