@@ -337,9 +337,7 @@ class ShardedOptimizer(TorchOptimizer):
         try:
             if not all(map(self.engine.admits, group["params"])):
                 raise InvalidValue(
-                    "add_param_group: a parameter is not of this optimizer's model, or was added to it later: add it "
-                    "to the model before shard() (close() the handle, and shard() again); one of another module is for "
-                    "an optimizer of its own"
+                    "add_param_group: a parameter is not of this optimizer's model: add it to the model before shard()"
                 )
             with self.engine.claims.claimed(group["params"], self._itself()):
                 self.engine.take_newcomers(self.groups.parameters(), self.handle)

@@ -38,7 +38,7 @@ _IN_LOOP = (
 _IN_FSDP = "this model is sharded by zeroshard, and FSDP would shard it again: leave out FSDP, also fully_shard"
 _MOVED = (
     "a model that is sharded cannot be moved or cast, nor a part of it: move and cast a model before shard(), which "
-    "has precision= for 16 bits (and MixedPrecision(keep=...) for a module that casts itself); or handle.close() it before"
+    "has precision= for 16 bits (MixedPrecision(keep=...): for a module that casts itself); or handle.close() it before"
 )
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): IN_DDP,
