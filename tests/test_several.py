@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,9 +24,8 @@ from tests.kit import (
     train,
     train_reference,
 )
-from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.reference import Reference
-from zeroshard.testing import RankError, expect_same_logs, run_ranks
+from zeroshard.testing import expect_same_logs, run_ranks
 
 ADAMW = {"lr": 1e-2, "foreach": False}
 
@@ -92,71 +90,6 @@ def gated_loss(model: Any, rank: int, step: int) -> Tensor:
     for block in model.blocks:
         block.open = rank == step
     return loss_of_tokens(model, rank, 0, step)
-
-
-class Skipped(nn.Linear):
-    def forward(self, x: Tensor, used: bool = True) -> Tensor:
-        return torch.tanh(super().forward(x) if used else x * 1)
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Skipped(6, 6) for _ in range(4))
-
-    def forward(self, x: Tensor, left_out: int | None = None) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x, number != left_out)
-        return x
-
-
-def one_backward_through_two_models(
-    plan: str, num_ranks: int, left_out: int, collective_timeout: float = 20.0
-) -> list[dict[str, Tensor]]:
-    """The weights of both. The last rank leaves out a unit of the second model."""
-
-    def check(rank: int) -> list[dict[str, Tensor]]:
-        torch.manual_seed(0)
-        models = [Blocks(), Blocks()]
-        handles = [zeroshard.shard(model, plan, units=Skipped) for model in models]
-        optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1) for handle in handles]
-        for _ in range(2):
-            y = models[1](models[0](torch.ones(3, 6) + rank), left_out if rank == num_ranks - 1 else None)
-            y.square().mean().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [handle.full_state_dict() for handle in handles]
-
-    return run_ranks(check, num_ranks, timeout=60, collective_timeout=collective_timeout)[0]
-
-
-@pytest.mark.by_gloo
-def test_one_backward_through_two_models_where_a_rank_leaves_out_a_unit() -> None:
-    """Rank 0 waited for a reduction of the second model, which rank 1 begins at the end of backward, and rank 1 for one
-    of the first model. Where ranks read each other's memory and each unit has its own bucket, none waits so early."""
-
-    for num_ranks, left_out in ((2, 2), (2, 3), (3, 3)):
-        expected, *others = (one_backward_through_two_models(p, num_ranks, left_out) for p in ("zero3", "ddp", "zero1"))
-        for other in others:
-            assert all(same_bits(one, another) for one, another in zip(other, expected, strict=True)), (
-                num_ranks,
-                left_out,
-            )
-
-
-@pytest.mark.by_gloo
-def test_messages_of_two_models_are_not_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without shared memory, as between hosts, ZeRO-1 and 2 took the gradients of one model for those of the other, in
-    silence: both models have units of the same names, and rank 1 reduced them in another order."""
-    right = one_backward_through_two_models("zero3", 2, 3)
-    monkeypatch.setattr(SharedTransport, "between", lambda *args: None)
-    for plan in ("zero1", "zero2", "ddp"):
-        try:
-            found = one_backward_through_two_models(plan, 2, 3, collective_timeout=5.0)
-        except RankError:  # ranks that wait for each other raise
-            continue
-        assert all(map(same_bits, found, right)), plan
 
 
 def test_two_optimizers_share_a_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -197,6 +198,14 @@ MOST_VISITS = 8
 """At most this many visits of each module that needs units are remembered until a backward."""
 
 
+_numbers = itertools.count()
+
+
+def newest() -> int:
+    """A number for what is newer than all visits so far, and older than those to come."""
+    return next(_numbers)
+
+
 @dataclass(eq=False)
 class Visit:
     """One forward of a unit that backward will come back to.
@@ -207,12 +216,14 @@ class Visit:
         trail: that it is in; None for a forward in a scope.
         call: the call of a module that the forward is a part of, with those of its other units. Backward comes to all
             of them at once, by the outputs of the call.
+        number: of the visits of this process, in the order of the forwards.
     """
 
     unit: Unit
     around: Sequence[Unit]
     trail: Trail | None
     call: object
+    number: int = field(default_factory=_numbers.__next__)
 
     @property
     def may_come(self) -> bool:
@@ -267,12 +278,19 @@ class ToCome:
         visits: in the order of the forwards.
         without_graph: forwards without grad; the last `MOST_VISITS` of each unit.
         left: trained units that this backward is done with.
+        reached: the number of the last visit.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
         self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
         self.left: set[Unit] = set()
+        self.reached = -1
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest visit; -1 if there is none."""
+        return self.visits[-1].number if self.visits else -1
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
         self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))
@@ -288,12 +306,17 @@ class ToCome:
             return 0
         return self.visits.index(behind) + 1 if behind in self.visits else len(self.visits)
 
+    def behind(self, number: int) -> int:
+        """The first visit that is newer than this number."""
+        return next((index for index, visit in enumerate(self.visits) if visit.number > number), len(self.visits))
+
     def take(self, first: int) -> list[Visit]:
         """Remove the visits of the last call, from number `first` on, and return them in order."""
         visits, begin = self.visits, len(self.visits) - 1
         while begin > first and visits[begin - 1].call is visits[-1].call:
             begin -= 1
         of_call, visits[begin:] = visits[begin:], []
+        self.reached = of_call[0].number
         return of_call
 
     def end_backward(self) -> None:

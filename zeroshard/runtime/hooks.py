@@ -35,7 +35,7 @@ from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
 from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed
-from zeroshard.runtime.schedule import Schedule, refuse_inside_of_backward
+from zeroshard.runtime.schedule import Schedule, expect_no_transform, refuse_inside_of_backward
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 
@@ -176,7 +176,7 @@ def _before(
             with schedule.running.lock:
                 schedule.before_module(module, needed, (args, kwargs))
             return
-        schedule.expect_no_transform(needed.units)
+        expect_no_transform(needed.units)
         with schedule.running.lock, outside_transforms():
             schedule.before_module(module, needed, (args, kwargs))
 

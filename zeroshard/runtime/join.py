@@ -232,6 +232,9 @@ class Part:
     def _reduce(self, unit: str) -> None:
         self._engine.reducer.reduce(self._units[unit])
 
+    def _wait(self) -> None:
+        self._engine.reducer.wait_for_started()
+
     def _end(self) -> None:
         self._engine.reducer.end_following()
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,23 @@ from zeroshard.storage.pool import Pool
 from zeroshard.storage.unit import Unit
 
 
+@dataclass
+class Now:
+    """The state of one backward.
+
+    Attributes:
+        cursor: how many units of the order have started to be reduced, or need not be.
+        complete_but_seen: a unit is complete, and the user's hooks may still change its last gradient.
+        in_front: other models, which come first; see [Note: several models in one backward] in `one_backward.py`.
+        is_awaited: another model waits for its turn.
+    """
+
+    cursor: int = 0
+    complete_but_seen: bool = False
+    in_front: list[Reducer] = field(default_factory=list)
+    is_awaited: bool = False
+
+
 class Reducer:
     """Accumulates and reduces the gradients of all trainable units of a model.
 
@@ -58,6 +76,7 @@ class Reducer:
         origins: finds gradients of this rank that were not finite.
         single_uses: parameters whose gradients are not cast before they are here.
         to_come: what backward has not come to.
+        now: the state of this backward.
     """
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool, ledger: LossLedger) -> None:
@@ -72,8 +91,7 @@ class Reducer:
         self.single_uses = SingleUses(tuple(self.grads))
         self.to_come = ToCome()
         self._pool = pool
-        self._cursor = 0
-        self._complete_but_seen = False  # a unit is complete, and the user's hooks may still change its last gradient
+        self.now = Now()
         self._reductions = Reductions(self.grads, collectives, pool)
 
     def find_order(self) -> None:
@@ -186,28 +204,10 @@ class Reducer:
 
     def _reduce_slots(self, unit: Unit, terms: dict[int, Tensor | None]) -> None:
         """Reduce some slots in a storage of their own: this is rare, and buckets may hold gradients of other slots."""
-        grads = self.grads[unit]
-        # In memory that peers can map, as they read it. It must live until the last exchange below.
-        sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, self.collectives.transport.allocate)
-        assert sums.full is not None
-        for index, term in terms.items():
-            if term is not None:
-                sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
-        transport, mesh = self.collectives.transport, self.collectives.mesh
-        needed = unit.spec.reduce_scratch(type(transport), mesh.reduce.size, mesh.replicate.size, in_place=True)
-        scratch = torch.empty(max(needed), dtype=torch.uint8, device=sums.full.device)
-        self.collectives.map_peers()
-        sums.redistribute(
-            grads.mean.rests,
-            self.collectives,
-            unit=unit.name,
-            phase="step",
-            portions=unit.layout.portions(terms),
-            reduction=Reduction(scratch, grads.mean.wire, grads.mean.num_ranks),
-        )
-        sums.release()
+        sums = _reduced_apart(unit, self.grads[unit], terms, self.collectives)
         for index in terms:
-            self._assign(unit, index, sums.full[(unit.layout.slots[index].world & grads.held_interval).slice])
+            held = unit.layout.slots[index].world & self.grads[unit].held_interval
+            self._assign(unit, index, sums[held.slice])
         self.collectives.exchange_objects(None)  # after this, no peer reads the memory that is freed on return
 
     def accumulate(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
@@ -219,14 +219,14 @@ class Reducer:
                 "was called last: let it require grad before the model (not only a part of it) is called"
             )
         is_reduced = unit not in self.local
-        if is_reduced and self._position_of[unit] < self._cursor:
+        if is_reduced and self._position_of[unit] < self.now.cursor:
             raise InvalidState(
                 f"{unit.layout.slots[index].name} got a second gradient in one backward, after its unit has been "
                 "reduced: the unit runs in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) "
                 "(torch DDP asks for the same), or units= the class of the modules that are checkpointed. Or a hook "
                 "has run a backward of its own inside of this one: run it before or after"
             )
-        if self._complete_but_seen:  # the user's hooks have run for the previous gradient by now
+        if self.now.complete_but_seen:  # the user's hooks have run for the previous gradient by now
             self._advance()
         # [Note: the user's gradient hooks]
         # Hooks of one parameter run in the order of registration. So hooks that the user has added after shard() have
@@ -240,7 +240,7 @@ class Reducer:
         grads.ready.add(index)
         self._reductions.finish_early()
         if is_reduced and grads.summed <= grads.ready and not self.to_come.has_any():  # see [Note: one order]
-            self._complete_but_seen = seen_by_others
+            self.now.complete_but_seen = seen_by_others
             if not seen_by_others:
                 self._advance()
 
@@ -262,7 +262,7 @@ class Reducer:
     def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
         """Backward is done with the unit: reduce it, with zeros for parameters without a gradient. False, without
         effect, if the graph still has a gradient for one of them (`at_end`: the graph has been run completely)."""
-        if unit in self.local or self._position_of.get(unit, -1) < self._cursor:
+        if unit in self.local or self._position_of.get(unit, -1) < self.now.cursor:
             return True
         ready = self.grads[unit].ready
         missing = [p for i, p in enumerate(unit.parameters) if i not in ready and p.requires_grad]
@@ -283,7 +283,7 @@ class Reducer:
                 self._take_all(unit)
                 if (look := self._origin_of(unit)) is not None:
                     look()  # the next backward adds to these gradients
-            elif index >= self._cursor:
+            elif index >= self.now.cursor:
                 self.reduce(unit)
         # Before this rank waits for its reductions: followers of a join must have the order to take part in them.
         self.collectives.give_order("end")
@@ -308,7 +308,7 @@ class Reducer:
 
     def end_following(self) -> None:
         """On a follower of a join: end the backward, without reducing further units."""
-        self._cursor = len(self.order)
+        self.now.cursor = len(self.order)
         self.end_backward()
         self.show()
 
@@ -331,8 +331,7 @@ class Reducer:
     def _finish(self) -> None:
         """Wait for all reductions, and reset the records of this backward."""
         self._reductions.end()
-        self._cursor = 0
-        self._complete_but_seen = False
+        self.now = Now()
         for grads in self.grads.values():
             grads.settle()
 
@@ -343,25 +342,44 @@ class Reducer:
     def _advance(self, among: Collection[Unit] | None = None) -> None:
         """Reduce units in `order`, up to the first that is not ready or not `among` these: every rank must issue
         reductions in the same order, so a later unit that is ready earlier on this rank must wait."""
-        while self._cursor < len(self.order):
-            unit = self.order[self._cursor]
+        while self.now.cursor < len(self.order):
+            unit = self.order[self.now.cursor]
             if unit not in self.local:
                 is_ready = self.grads[unit].summed <= self.grads[unit].ready and (among is None or unit in among)
-                if not is_ready or self.to_come.has(unit) or not self._may_start(unit):
+                if not is_ready or self.to_come.has(unit) or not self._may_start(unit) or not self._has_turn():
                     return
                 self.reduce(unit)
-            self._cursor += 1
+            self.now.cursor += 1
 
     def _may_start(self, unit: Unit) -> bool:
         """Whether a reduction may start before the end of backward; see [Note: the root in the order of reduction] in
         `units.py`."""
-        if self._cursor < self._root_begins:
+        if self.now.cursor < self._root_begins or self.now.is_awaited:
             return True
         if self.to_come.has_gathers():
             return False
         waits_for = self._reductions.must_finish_before(unit)
         # Not if it waits for the one before it: computation would wait for all of that one.
-        return waits_for is None or self._position_of[waits_for] < min(self._root_begins, self._cursor - 1)
+        return waits_for is None or self._position_of[waits_for] < min(self._root_begins, self.now.cursor - 1)
+
+    def _has_turn(self) -> bool:
+        """Whether the reducers in front of this one leave the turn to it."""
+        while self.now.in_front and self.now.in_front[0].leave_turn():
+            first = self.now.in_front.pop(0)
+            if not self._reductions.waits_for_none:
+                first.wait_for_started()
+        return not self.now.in_front
+
+    def wait_for_started(self) -> None:
+        """Wait for the reductions that have started."""
+        self.collectives.give_order("wait")  # as before the end of a backward
+        self._reductions.end()
+
+    def leave_turn(self) -> bool:
+        """Another model comes: start to reduce what is complete, also of the root. Whether this was all."""
+        self.now.is_awaited = True
+        self._advance(self.to_come.left if self.to_come.has_any() else None)
+        return self.now.cursor == len(self.order)
 
     def _take_all(self, unit: Unit) -> None:
         """Move gradients that the user's hooks have left in `p.grad`, or that the user has put there before this
@@ -392,3 +410,27 @@ class Reducer:
         if unit not in self.local:
             self.collectives.give_order("open", unit.name)
         self._reductions.open(unit, grads)
+
+
+def _reduced_apart(unit: Unit, grads: Gradients, terms: dict[int, Tensor | None], collectives: Collectives) -> Tensor:
+    """The reduced values of these slots, in a full buffer. Peers may read it until the next exchange."""
+    # In memory that peers can map, as they read it. It must live until the last exchange.
+    sums = unit.new_buffer(grads.buffer.dtype, PARTIAL, collectives.transport.allocate)
+    assert sums.full is not None
+    for index, term in terms.items():
+        if term is not None:
+            sums.views()[index].copy_(term.to_dense() if term.layout is not torch.strided else term)
+    transport, mesh = collectives.transport, collectives.mesh
+    needed = unit.spec.reduce_scratch(type(transport), mesh.reduce.size, mesh.replicate.size, in_place=True)
+    scratch = torch.empty(max(needed), dtype=torch.uint8, device=sums.full.device)
+    collectives.map_peers()
+    sums.redistribute(
+        grads.mean.rests,
+        collectives,
+        unit=unit.name,
+        phase="step",
+        portions=unit.layout.portions(terms),
+        reduction=Reduction(scratch, grads.mean.wire, grads.mean.num_ranks),
+    )
+    sums.release()
+    return sums.full

@@ -59,7 +59,7 @@ class Reductions:
         # If each unit keeps its bucket, too, none waits for another one before the end of backward: a rank that has
         # no gradient of a unit reduces it only then, and until then it may wait for this rank elsewhere (in the
         # backward of another handle, in a collective of the user's).
-        self._waits_for_none = reads_peers and not self._borrowing and not is_sent
+        self.waits_for_none = reads_peers and not self._borrowing and not is_sent
         if is_sent:
             axes = collectives.mesh.reduce, collectives.mesh.replicate
             collectives.transport.connect_pairs(axes, collectives.device)
@@ -142,7 +142,7 @@ class Reductions:
                 bucket.try_to_give_back()
         # In turns, so that what is held does not depend on how early reductions finish.
         scratch = self._free_scratch.popleft() if needs_scratch else None
-        if scratch is not None and self._waits_for_none:
+        if scratch is not None and self.waits_for_none:
             self._free_scratch.append(scratch)
         room = self._empty if scratch is None else scratch.storage
         grads.reduce(self._collectives, room, self._of_replicas.storage, look)
@@ -204,7 +204,7 @@ class Reductions:
     def _finish_oldest(self) -> None:
         unit, grads, scratch = self._arriving.popleft()
         grads.arrive_in_part()
-        if scratch is not None and not self._waits_for_none:
+        if scratch is not None and not self.waits_for_none:
             self._free_scratch.append(scratch)
         self._read_by_peers.append((unit, grads))
 

@@ -16,6 +16,7 @@ from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, under_transform
 from zeroshard.model.trees import differentiable
+from zeroshard.runtime import one_backward
 from zeroshard.runtime.calls import (
     MOST_VISITS,
     Entry,
@@ -25,6 +26,7 @@ from zeroshard.runtime.calls import (
     Trail,
     Visit,
     find_gone,
+    newest,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
@@ -48,6 +50,7 @@ class Schedule(NotCopied):
         accumulates: whether a backward runs that adds to gradients.
         num_modules: how many modules need units.
         running: the running calls of modules.
+        task: id of autograd's graph task of the current backward; None: there is none.
     """
 
     gatherer: Gatherer
@@ -55,7 +58,7 @@ class Schedule(NotCopied):
 
     def __init__(self) -> None:
         """Call `lead_to` before anything else."""
-        self._backward: int | None = None  # id of autograd's graph task of the current backward
+        self.task: int | None = None
         self.accumulates, self.num_modules = False, 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
@@ -80,7 +83,7 @@ class Schedule(NotCopied):
             for leaf in differentiable(output):
                 # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
                 # an intermediate value) begins at its first gradient: `before_gradient`.
-                leaf.register_hook(self._on_grad_of_model)  # type: ignore[no-untyped-call]
+                leaf.register_hook(partial(self._on_grad_of_model, newest()))  # type: ignore[no-untyped-call]
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
@@ -90,20 +93,6 @@ class Schedule(NotCopied):
         if self._trail.visits and not any(unit.weights.scopes for unit in self.gatherer.units):
             self._trail = Trail()
             self._listed.append(self._trail)
-
-    def expect_no_transform(self, units: Sequence[Unit]) -> None:
-        """Raises:
-        RuntimeError: `torch.func` would differentiate through weights that are gathered only during the call."""
-        if not torch.is_grad_enabled() or not under_transform():
-            return
-        for unit in units:
-            if unit.weights.is_passing:
-                raise InvalidState(
-                    f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
-                    "plan its weights are here for the time of the call only: transform inside `with "
-                    "handle.unsharded():`, or use a plan with replicated weights (zero2); vmap and jvp alone also work "
-                    "under torch.no_grad()"
-                )
 
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
         self.gatherer.collectives.come()
@@ -199,12 +188,14 @@ class Schedule(NotCopied):
     # Backward ----------------------------------------------------------------------------------------------------
 
     @called_by_torch
-    def _on_grad_of_model(self, grad: Tensor) -> None:
+    def _on_grad_of_model(self, number: int, grad: Tensor) -> None:
+        one_backward.come_to(self, number)
         self.begin_backward()
 
     @called_by_torch
     def _on_output_grad(self, visits: Sequence[Visit], trail: Trail, graph: Graph, grad: Tensor) -> None:
         """Backward has the gradient of an output. `graph` is here to live as long as the output's graph."""
+        one_backward.come_to(self, visits[-1].number)
         self.begin_backward()
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
@@ -221,7 +212,8 @@ class Schedule(NotCopied):
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
                 return
-            self._visit_from(waiting[-1] + 1)
+            self.visit_from(waiting[-1] + 1)
+            self._to_come.reached = visits[0].number
             del self._to_come.visits[waiting[0] :]
             self._come_to(units, around)
 
@@ -230,11 +222,11 @@ class Schedule(NotCopied):
         Backward is done with the units that ran after it: visit them first. Not with those around it, whose parameters
         the checkpoint may use as well. (If it contains another one, it recomputes that one's part without grad.)"""
         first, checkpoint = self._to_come.run_again(units), torch._C._current_autograd_node()
-        if not first or self._backward is None or checkpoint is self._recomputed:
+        if not first or self.task is None or checkpoint is self._recomputed:
             return  # later visits belong to this checkpoint
         self._recomputed = checkpoint
         with torch.no_grad():
-            self._visit_from(max(map(self._to_come.begin_of, first)))
+            self.visit_from(max(map(self._to_come.begin_of, first)))
             self._come_to([unit for unit in self._at if any(unit in forward.inside for forward in first)])
 
     def _show_what_is_read_again(self) -> None:
@@ -244,11 +236,20 @@ class Schedule(NotCopied):
             if unit.weights.state is Residency.RESIDENT and self.gatherer.number_of.get(unit, 0) == number:
                 unit.weights.show()
 
-    def _visit_from(self, first: int) -> None:
+    def visit_from(self, first: int) -> None:
         """Visit the units of the visits from number `first` on, the last call first."""
         while len(self._to_come.visits) > first:
             visits = self._to_come.take(first)
             self._come_to([visit.unit for visit in visits], visits[0].around)
+
+    def visit_newer(self, number: int) -> None:
+        """Backward is done with what is newer. See [Note: several models in one backward] in `one_backward.py`."""
+        with torch.no_grad():
+            self.visit_from(self._to_come.behind(number))
+            if self._to_come.reached > number:
+                self._come_to(())
+            if self.accumulates and not self._to_come.has_any():
+                self.reducer.leave_turn()
 
     def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
         """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
@@ -271,7 +272,7 @@ class Schedule(NotCopied):
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
         if unit in next_units or unit.spec.of_root or self._to_come.has(unit):
             return True
-        return not self.accumulates or self.reducer.complete(unit, at_end=self._backward is None)
+        return not self.accumulates or self.reducer.complete(unit, at_end=self.task is None)
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
@@ -287,10 +288,11 @@ class Schedule(NotCopied):
                 parameters are not in the graph until an inner backward reaches them.)
         """
         self.gatherer.collectives.come()
-        if self._backward is None:
+        if self.task is None:
             self.running.expect_whole("backward")
             expect_autograd()
-            self._backward = torch._C._current_graph_task_id()
+            self.task = torch._C._current_graph_task_id()
+            one_backward.begin(self, self.task)
             # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
             # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
             # of a reentrant checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
@@ -309,12 +311,12 @@ class Schedule(NotCopied):
     @property
     def has_raised(self) -> bool:
         """Whether the last backward has raised, after it had begun to leave gradients in parameters."""
-        return self.accumulates and self._backward is not None and not in_backward()
+        return self.accumulates and self.task is not None and not in_backward()
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a hook of the user's makes this call, inside of a backward of this model."""
-        return (self._backward is not None or self.accumulates) and in_backward()
+        return (self.task is not None or self.accumulates) and in_backward()
 
     def here(self) -> list[Unit]:
         """The units that this backward is at."""
@@ -326,7 +328,7 @@ class Schedule(NotCopied):
         Raises:
             RuntimeError: gradients of earlier backwards, which had ended, are discarded with them.
         """
-        if self._backward is not None and self.abandon_backward():
+        if self.task is not None and self.abandon_backward():
             raise InvalidState(
                 "a backward has raised, and with its gradients those of earlier micro-batches are discarded: they are "
                 "in one sum. Call optimizer.zero_grad() after such an error, and begin with the first micro-batch again"
@@ -335,7 +337,7 @@ class Schedule(NotCopied):
     def abandon_backward(self) -> bool:
         """If the last backward raised and never ended: wait for its collectives, and discard its gradients. Returns
         whether it had added to gradients of earlier ones, which are discarded, too."""
-        if self._backward is None or in_backward():
+        if self.task is None or in_backward():
             return False
         self.running.end_backward()
         self._forget()
@@ -343,7 +345,7 @@ class Schedule(NotCopied):
             adds = self.accumulates and self.reducer.abandon_backward()  # else gradients of earlier ones stay
         self._read_again.clear()
         self.gatherer.end_backward(has_raised=True)
-        self._backward, self.accumulates = None, False  # last: if this is interrupted, the next call does it again
+        self.task, self.accumulates = None, False  # last: if this is interrupted, the next call does it again
         return adds
 
     def _forget(self) -> None:
@@ -367,11 +369,11 @@ class Schedule(NotCopied):
     def _end_backward(self) -> None:
         self.gatherer.collectives.come()
         try:
-            backward, self._backward = self._backward, None
+            task, self.task = self.task, None
             self.running.end_backward()
             _forget_autocasts(self.gatherer.collectives.device)
             with torch.no_grad():
-                self._visit_from(0)  # before the last reductions: peers wait for these gathers before they reduce
+                one_backward.visit_rest(self, task)  # first: peers wait for these gathers before they reduce
             self._forget()
             if self.accumulates:
                 self.reducer.end_backward()
@@ -382,8 +384,23 @@ class Schedule(NotCopied):
             self.accumulates = False
             self._show_what_is_read_again()
         except BaseException:
-            self._backward = backward  # as one that has raised before its end: it is abandoned
+            self.task = task  # as one that has raised before its end: it is abandoned
             raise
+
+
+def expect_no_transform(units: Sequence[Unit]) -> None:
+    """Raises:
+    RuntimeError: `torch.func` would differentiate through weights that are gathered only during the call."""
+    if not torch.is_grad_enabled() or not under_transform():
+        return
+    for unit in units:
+        if unit.weights.is_passing:
+            raise InvalidState(
+                f"unit {unit.name} is called inside a torch.func transform (grad, vmap, jvp, ...), and under this "
+                "plan its weights are here for the time of the call only: transform inside `with "
+                "handle.unsharded():`, or use a plan with replicated weights (zero2); vmap and jvp alone also work "
+                "under torch.no_grad()"
+            )
 
 
 def refuse_inside_of_backward(what: str) -> NoReturn:

@@ -1,0 +1,151 @@
+"""One backward through two models, or three, where a rank leaves out a unit.
+
+That rank comes to the unit later than its peers: at another visit, or at the end of the backward. It was then at the
+other model and waited there for peers that waited for it here, until the timeout. Without shared memory ZeRO-1 and 2
+once took the gradients of one model for those of the other, in silence.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from tests.grids import EVERYTHING
+from tests.kit import travelling
+from tests.patience import HANG
+from zeroshard.runtime import one_backward
+from zeroshard.testing import RankError, run_ranks
+
+TRANSPORTS = ("shared", "pairwise", "native")
+PLANS = ("ddp", "zero1", "zero2", "zero3")
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor, used: bool = True) -> Tensor:
+        return torch.tanh(super().forward(x) if used else x * 1)
+
+
+class Layers(nn.Module):
+    """`between`: called in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(Layer(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, left_out: int | None = None, between: Any = None) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x if between is None or number != 2 else between(x), number != left_out)
+        return x * self.scale
+
+
+WAYS = {
+    "behind, left out of the last": lambda a, b, c, x, out: b(a(x), out),
+    "behind, left out of the first": lambda a, b, c, x, out: b(a(x, out)),
+    "side by side": lambda a, b, c, x, out: b(x, out) + a(x),
+    "side by side, left out of the newest": lambda a, b, c, x, out: b(x) + a(x, out),
+    "inside, left out around": lambda a, b, c, x, out: a(x, out, between=b),
+    "inside, left out inside": lambda a, b, c, x, out: a(x, between=lambda y: b(y, out)),
+    "twice": lambda a, b, c, x, out: a(b(a(x), out)),
+    "three": lambda a, b, c, x, out: c(b(a(x), out)),
+    "three, inside": lambda a, b, c, x, out: a(b(x), between=lambda y: c(y, out)),
+}
+
+
+def batches(rank: int) -> Tensor:
+    return torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def models_of(way: str) -> list[Layers]:
+    torch.manual_seed(0)
+    return [Layers() for _ in range(3 if "three" in way else 2)]
+
+
+def step_of(way: str, models: Any, x: Tensor, left_out: int | None) -> Tensor:
+    """The loss."""
+    return WAYS[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean()
+
+
+def trained(rank: int, ranks: int, plan: str, way: str, left_out: int, *, waits: bool = False) -> list[Tensor]:
+    """The weights of all models. The last rank leaves out a layer. `waits`: the first model keeps the gradients of
+    every other backward."""
+    models = models_of(way)
+    handles = [zeroshard.shard(model, plan, units=Layer) for model in models]
+    optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1) for handle in handles]
+    for number, x in enumerate(batches(rank)):
+        handles[0].set_requires_gradient_sync(number % 2 == 1 or not waits)
+        step_of(way, models, x, left_out if rank == ranks - 1 else None).backward()
+        if number % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [weight for handle in handles for weight in handle.full_state_dict().values()]
+
+
+def plain(ranks: int, way: str, left_out: int) -> list[Tensor]:
+    models = models_of(way)
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    for number in range(4):
+        for rank in range(ranks):
+            out = left_out if rank == ranks - 1 else None
+            (step_of(way, models, batches(rank)[number], out) / ranks).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [weight for model in models for weight in model.state_dict().values()]
+
+
+def check(rank: int, ranks: int) -> None:
+    """Each case on two ranks or on three, and each plan by one transport. (`make test-everything`: all of them.)"""
+    for case, (way, left_out) in enumerate(product(WAYS, range(4))):
+        if not EVERYTHING and (case + case // 4) % 2 == ranks % 2:
+            continue
+        expected = plain(ranks, way, left_out)
+        before = None
+        for number, (plan, by) in enumerate(product(PLANS, TRANSPORTS)):
+            if not EVERYTHING and (number + number // 3 + case // 2) % 3:
+                continue
+            with travelling(by):
+                found = trained(rank, ranks, plan, way, left_out, waits=case % 3 == 0)
+            for one, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, right, msg=lambda m, at=(way, left_out, plan, by): f"{at}: {m}")
+            if by != "native":  # gloo sums in another order
+                assert before is None or all(map(torch.equal, found, before)), (way, left_out, plan, by)
+                before = found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_leaves_out_a_unit(ranks: int) -> None:
+    run_ranks(check, ranks, ranks, collective_timeout=HANG)
+
+
+def control(rank: int, plan: str, by: str, way: str, left_out: int) -> None:
+    with travelling(by):
+        trained(rank, 2, plan, way, left_out)
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize(
+    ("plan", "by", "way", "left_out", "without"),
+    [
+        ("zero2", "shared", "behind, left out of the last", 3, "begin"),
+        ("zero2", "pairwise", "behind, left out of the last", 3, "begin"),
+        ("zero3", "shared", "side by side", 0, "visit_rest"),
+        ("zero3", "native", "behind, left out of the last", 0, "come_to"),
+    ],
+)
+def test_ranks_wait_for_each_other_without_one_order(
+    plan: str, by: str, way: str, left_out: int, without: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced: Any = {
+        "begin": lambda schedule, task: None,
+        "come_to": lambda schedule, number: None,
+        "visit_rest": lambda schedule, task: schedule.visit_from(0),
+    }
+    monkeypatch.setattr(one_backward, without, replaced[without])
+    with pytest.raises(RankError):
+        run_ranks(control, 2, plan, by, way, left_out, collective_timeout=4.0)
