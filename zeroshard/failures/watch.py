@@ -38,6 +38,12 @@ from zeroshard.ranks.backends import backends_of, moves_nothing, timeout_of
 
 _current: Watch | None = None
 
+NO_WATCH = (
+    "No watch runs here that could say which rank has not come, and where it is. Call zeroshard.init() on every rank, "
+    "also after torch.distributed.init_process_group: it keeps that group. Ranks that wait for each other are then "
+    "found within seconds"
+)
+
 
 def start() -> None:
     """Start the watch over the ranks of the default process group. No effect in a world of one rank, or if it runs."""
@@ -88,8 +94,12 @@ def abort(error: BaseException, *, quiet: bool = False) -> None:
 
 def explain(error: BaseException) -> LostPeer | None:
     """For an error that another rank has caused: an error that names that rank and what happened to it. None if this
-    rank has no watch, or the error is its own."""
-    if _current is None or isinstance(error, LostPeer) or not is_of_others(error):
+    rank has no watch (a note then tells how to have one), or the error is its own."""
+    if isinstance(error, LostPeer) or not is_of_others(error):
+        return None
+    if _current is None:
+        if NO_WATCH not in getattr(error, "__notes__", ()):
+            error.add_note(NO_WATCH)
         return None
     return _current.lost_in_wait(error)
 
