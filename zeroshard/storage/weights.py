@@ -138,9 +138,12 @@ class Weights:
             if state is Residency.GATHERING:
                 self.buffer.arrive(stale=stale)
         except RuntimeError as error:
+            in_backward = torch._C._current_graph_task_id() != -1
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
+                + "; to a loss that leaves out what the loss of another rank uses, add 0 * output.sum()"
+                * in_backward
             )
             raise
         if not stale:
