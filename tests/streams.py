@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from zeroshard.comm import native_transport
 from zeroshard.layout.sums import in_shards
 from zeroshard.model.absent import as_tensors
-from zeroshard.storage import pool
+from zeroshard.storage import buffer, pool
 
 MAIN = 0
 
@@ -86,6 +86,7 @@ class Streams(TorchDispatchMode):
         self._number = 0
         self._streams: dict[Any, int] = {}
         self._memory: dict[int, Memory] = {}  # by storage
+        self._same: dict[int, tuple[StorageWeakRef, int]] = {}  # another storage for the memory of this one
         self._elsewhere: set[int] = set()  # storages that another stream has used than the one that allocated them
         self._freed: list[tuple[int, list[Access]]] = []  # of these, when freed: stream, and what others may still do
         self._kept: list[list[Tensor]] = []  # tensors of collectives that nobody has waited for
@@ -123,6 +124,12 @@ class Streams(TorchDispatchMode):
         if num_bytes:
             self._use_freed(new)
 
+    def is_same(self, other: Tensor, one: Tensor) -> None:
+        """The storage of `other` stands for the memory of that of `one`, which was there before."""
+        first, second = one.untyped_storage(), other.untyped_storage()
+        if first._cdata != second._cdata:
+            self._same[second._cdata] = StorageWeakRef(second), first._cdata
+
     def issue(self, group: Any, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], work: Any) -> Waited:
         """A collective on the stream of its group."""
         self.num_collectives += 1
@@ -155,7 +162,7 @@ class Streams(TorchDispatchMode):
         return wait
 
     def _access(self, storage: torch.UntypedStorage, new: Access) -> None:
-        key = storage._cdata
+        _, key = self._same.get(storage._cdata, (None, storage._cdata))
         memory = self._memory.get(key)
         if memory is None or memory.ref.expired():
             memory = self._memory[key] = Memory(StorageWeakRef(storage), self.current)
@@ -277,12 +284,21 @@ def simulated_streams() -> Iterator[Streams]:
         streams.resize(storage, size)
         return resize(storage, size)
 
+    make_another = buffer._as_another_storage
+
+    def as_another_storage(tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            other = make_another(tensor)
+        streams.is_same(other, tensor)
+        return other
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_transport, "dist", SimpleNamespace(**names))
         patch.setattr(native_transport, "_all_gather", on_stream(native_transport._all_gather, _of_gather))
         patch.setattr(native_transport, "_reduce_scatter", on_stream(native_transport._reduce_scatter, _of_reduce))
         patch.setattr(torch.UntypedStorage, "resize_", resize_and_record)
         patch.setattr(pool, "kept", lambda sizes: [False for _ in sizes])
+        patch.setattr(buffer, "_as_another_storage", as_another_storage)
         with streams:
             yield streams
 

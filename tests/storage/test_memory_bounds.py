@@ -90,13 +90,14 @@ class Live(TorchDispatchMode):
 
     def now(self) -> int:
         foreign = {tensor.untyped_storage()._cdata for tensor in self.shared.mapped()} if self.shared else set()
-        total = 0
+        total, counted = 0, set[int]()  # several storages may stand for the same memory
         for key, ref in list(self._refs.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._refs[key]
-            elif storage._cdata not in foreign:
+            elif storage._cdata not in foreign and storage.data_ptr() not in counted:
                 total += storage.nbytes()
+                counted.update([storage.data_ptr()] if storage.nbytes() else [])
         return total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

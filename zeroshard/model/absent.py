@@ -310,13 +310,15 @@ def not_here(name: str, unit: str) -> str:
 def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
     """The error message, if other code is making the model its own, and reads or moves all parameters, or if a plain
     optimizer steps such parameters."""
-    frame = inspect.currentframe()
+    frame, found = inspect.currentframe(), None
     while frame is not None:
         place = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
-        if (found := _WRAPPERS.get(place)) is not None:
-            return found
+        if (here := _WRAPPERS.get(place)) is not None:
+            if here is not _MOVED:
+                return here
+            found = here  # what moves it may be what wraps it
         if place[0] == "zeroshard.optimizer":  # a ShardedOptimizer steps: this is its closure
-            return None
+            return found
         optimizer = frame.f_locals.get("self") if place == _STEP else None
         if optimizer is not None and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             name = type(optimizer).__name__
@@ -325,7 +327,7 @@ def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
                 "lr=...) in its place, or let ShardedOptimizer.from_optimizer(handle, optimizer) take it over"
             )
         frame = frame.f_back
-    return None
+    return found
 
 
 def _lost(name: str, why: str) -> str:

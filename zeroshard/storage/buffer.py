@@ -401,7 +401,8 @@ def _as_another_storage(tensor: Tensor) -> Tensor:
     """A tensor in the same memory, whose storage counts its tensors by itself. The tensor itself on devices for which
     torch has no such exchange."""
     try:
-        return from_dlpack(torch._C._to_dlpack(tensor.view(torch.uint8))).view(tensor.dtype)
+        with torch.inference_mode(False):
+            return from_dlpack(torch._C._to_dlpack(tensor.view(torch.uint8))).view(tensor.dtype)
     except (BufferError, NotImplementedError, RuntimeError, ValueError):
         return tensor
 
