@@ -229,12 +229,13 @@ class Weights:
             )
 
     def _differs_from_shard(self, *, after_forward: bool) -> bool:
-        found = None
-        if self._common is not None and self.buffer.full is self.place:
+        found, is_first = None, after_forward not in self._compared
+        self._compared.add(after_forward)
+        # The pages that a later backward has written to are still there in the next forward.
+        if self._common is not None and self.buffer.full is self.place and (after_forward or is_first):
             found = self._common.is_written()
-        if found is None and after_forward not in self._compared:
+        if found is None and is_first:
             found = not have_same_bits(self.buffer.own_part_of_full(), self.buffer.shard)
-            self._compared.add(after_forward)
         return bool(found)
 
     def show(self) -> None:
