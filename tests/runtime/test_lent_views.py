@@ -128,3 +128,22 @@ def _not_waited_for_at_all(rank: int) -> int:
         training.step()
         del kept
         return sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
+
+
+def _parked(rank: int, way: str) -> None:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO2)
+        kept = training.weight.detach()
+        training.step()
+        training.handle.park()
+        freed = [unit.weights.buffer.full.untyped_storage().nbytes() for unit in training.handle.engine.units]
+        training.handle.unpark()
+        training.step()
+        assert torch.equal(kept, training.handle.full_state_dict()["0.weight"].to(DEVICE))
+        if way != "shared":  # where nothing is resized
+            assert sorted(map(bool, freed)) == [False, True]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_memory_of_kept_tensors_is_not_freed_by_park(way: str) -> None:
+    run_ranks(_parked, 2, way)

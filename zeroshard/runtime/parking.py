@@ -40,13 +40,15 @@ class Parking:
         kept: list[Tensor] = []
         emptied: list[Tensor] = []
         for unit in units:
-            if unit.weights.buffer.rests_in_full:
+            buffer = unit.weights.buffer
+            if buffer.rests_in_full:
                 self._shards[unit] = unit.weights.own().to(device, copy=True)
-                emptied += unit.weights.buffer.storages()
             else:
-                kept += unit.weights.buffer.storages()
-            # `forget`: cached views of a pool buffer would keep its memory.
-            unit.weights.drop(forget=True)
+                kept += buffer.storages()
+            unit.weights.drop()
+            if not buffer.is_lent:  # else somebody keeps a tensor in that memory, which must not be freed
+                emptied += buffer.storages() if buffer.rests_in_full else []
+                buffer.detach(forget=True)  # cached views of a pool buffer would keep its memory
             emptied += unit.grads.storages()
             kept += unit.main.storages()
         for owner in owners:
