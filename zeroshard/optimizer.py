@@ -29,7 +29,7 @@ from zeroshard.step.agreement import Agreement, NonFinite
 from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
-from zeroshard.step.param_groups import Classes, ParamGroups, defaults_of
+from zeroshard.step.param_groups import Classes, ParamGroups
 from zeroshard.step.stepper import FullState, Stepper, Update
 from zeroshard.step.steppers import Steppers
 from zeroshard.step.torch_optimizer import TorchOptimizer
@@ -107,7 +107,7 @@ class ShardedOptimizer(TorchOptimizer):
         if not params:
             raise InvalidValue("ShardedOptimizer got an empty parameter list")
         self._classes = Classes(optimizer_class, defaults, elementwise)
-        super().__init__(params, defaults_of(optimizer_class, defaults))
+        super().__init__(params, self._classes.defaults(params))
         self.handle = _find_handle(handle, [p for group in self.param_groups for p in group["params"]], process_group)
         self.engine = self.handle.engine
         self.groups = ParamGroups(self.param_groups, self._classes, self.engine, takes_all=handle is not None)

@@ -112,30 +112,6 @@ def test_only_what_it_looks_at_takes_whole_parameters() -> None:
         granularity_of(ByAttribute, {}, True, parameters=[scaled])
 
 
-class ByGroupsOnly(ByClass):
-    """As `SingleDeviceMuonWithAuxAdam` of muon: each param group must say how it is stepped."""
-
-    def __init__(self, params: Any) -> None:
-        for group in params:
-            assert "use_muon" in group
-        super().__init__(params)
-
-
-@on_ranks(2)
-def test_a_class_that_takes_only_param_groups_is_told_what_to_write(rank: int) -> None:
-    """It was torch's error about `__contains__` of a tensor."""
-    model = Model()
-    zeroshard.shard(model, "zero3")
-    with pytest.raises(ValueError, match=r"ByGroupsOnly cannot be sharded: .* give each group a class"):
-        zeroshard.ShardedOptimizer([{"params": [*model.parameters()], "use_muon": False}], ByGroupsOnly)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    groups = [{"params": matrices, "optimizer_class": torch.optim.Muon}, {"params": others}]
-    optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.01)
-    model(torch.randn(4, 5)).square().mean().backward()
-    assert optimizer.step().applied
-
-
 @on_ranks(2)
 def test_parameters_in_the_arguments_of_a_class_are_refused(rank: int) -> None:
     for plan in PLANS:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -127,12 +127,12 @@ class Watched:
         """`elementwise`: as declared by the user. What needs no trial needs not be watched."""
         self._tried = _Tried(assignment.optimizer_class, assignment.defaults)
         is_tried = elementwise is None and _listed(assignment.optimizer_class) is None
-        self._kinds = {i: _kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
+        self._kinds = {i: kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
 
     def note(self, groups: Sequence[Options]) -> None:
         """After a step: what the class has changed itself needs no trial."""
         for index in self._kinds:
-            self._kinds[index] = _kinds_of(groups[index])
+            self._kinds[index] = kinds_of(groups[index])
 
     def expect_elementwise(self, groups: Sequence[Options]) -> None:
         """Before a step.
@@ -141,7 +141,7 @@ class Watched:
             ValueError: with an option that has changed since the last step the class needs whole parameters.
         """
         for index, before in self._kinds.items():
-            if (kinds := _kinds_of(groups[index])) == before:
+            if (kinds := kinds_of(groups[index])) == before:
                 continue
             self._kinds[index] = kinds
             of_group = {key: value for key, value in groups[index].items() if key != "params"}
@@ -194,13 +194,15 @@ class _Tried:
 
 
 def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
-    watching = _Watching()
+    watching, of_all = _Watching(), _Watching()
     try:
-        together = _try_out(tried, apart=False)
+        together = _try_out(tried, of_all, apart=False)
         one_by_one = _try_out(tried, watching)
     except InvalidValue:
         raise
     except Exception as error:
+        if of_all.communicates:
+            _refuse_to_communicate(tried, error)
         _expect_not_for_want_of_a_closure(tried, error)
         _expect_not_for_want_of_a_graph(tried, error)
         raise InvalidValue(
@@ -208,10 +210,7 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
             "if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if sharded and watching.communicates:
-        raise InvalidValue(
-            f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
-            'other parameters. Use the plan "ddp"'
-        )
+        _refuse_to_communicate(tried)
     found = together.settings ^ one_by_one.settings
     if sharded and found:
         raise InvalidValue(
@@ -231,6 +230,16 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     except Exception:  # the class takes matrices only
         is_elementwise = False
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
+
+
+def _refuse_to_communicate(tried: _Tried, error: Exception | None = None) -> NoReturn:
+    """`error`: of a trial of the class."""
+    raise InvalidValue(
+        f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
+        + (f"other parameters (a trial raised {error!r})" if error else "other parameters")
+        + ". Use the version of it for a single device, if there is one (SingleDeviceMuon in place of Muon), or "
+        + ("another optimizer" if error else 'the plan "ddp"')
+    ) from error
 
 
 def _of_all_parameters(tried: _Tried, together: _Outcome, *, sharded: bool) -> Granularity:
@@ -257,14 +266,14 @@ def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
 def _unlike(tried: _Tried, groups: Sequence[Options]) -> Iterator[Options]:
     """The groups whose options differ from those of the class, and of the groups before, not only in numbers."""
     first = tried.optimizer_class([torch.ones(4, 6, device="cpu")], **copy.deepcopy(tried.arguments)).param_groups[0]
-    seen = [_kinds_of(first)]
+    seen = [kinds_of(first)]
     for group in groups:
-        if (kinds := _kinds_of(group)) not in seen:
+        if (kinds := kinds_of(group)) not in seen:
             seen.append(kinds)
             yield group
 
 
-def _kinds_of(group: Options) -> dict[str, object]:
+def kinds_of(group: Options) -> dict[str, object]:
     """The options without the values of numbers; but 0, which may switch something off, is a value."""
     kinds = {key: _kind_of(plain(value)) for key, value in group.items() if key not in ("params", "initial_lr")}
     return {key: kind for key, kind in kinds.items() if kind is not None}
@@ -418,12 +427,11 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.combines = self.communicates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.communicates |= "c10d" in func.namespace  # before the call, which may raise
         result = func(*args, **(kwargs or {}))
         inputs = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
-        if "c10d" in func.namespace:
-            self.communicates = True
-        elif func.namespace == "profiler":  # a label: torch's own classes have one around each step
-            pass
+        if "c10d" in func.namespace or func.namespace == "profiler":
+            pass  # (torch's own classes have a label around each step, for its profiler)
         elif func.namespace != "aten":
             self.combines = True
         elif inputs > 1 and not func.is_view and not func.overloadpacket.__name__.startswith("new_"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import is_
@@ -19,6 +20,8 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.runtime.settings import Items, Members, plain
 from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.by_group import class_of_kind, filled_up
+from zeroshard.step.granularity import kinds_of
 from zeroshard.step.stepper import FullState
 
 
@@ -37,6 +40,27 @@ class Classes:
     options: Options
     elementwise: bool | None
     of_groups: list[OptimizerClass] = field(default_factory=list)
+    _by_group: bool = False  # whether the default class is built over param groups only (`by_group.py`)
+    _of_kinds: list[tuple[dict[str, object], OptimizerClass]] = field(default_factory=list)
+
+    def defaults(self, params: Sequence[Any]) -> Options:
+        """The defaults of the default class. `params`: what the optimizer is built over.
+
+        Raises:
+            ValueError: as `defaults_of`.
+        """
+        _expect_no_parameters(self.default, self.options)
+        try:
+            return defaults_of(self.default, self.options)
+        except InvalidValue:
+            if not isinstance(params[0], Mapping):
+                raise
+            with suppress(Exception):
+                filled_up(self.default, self.options, params[0])
+                self._by_group = True
+            if not self._by_group:
+                raise
+            return {}
 
     def completed(self, param_group: dict[str, Any]) -> tuple[dict[str, Any], OptimizerClass]:
         """The group, completed with the defaults of its class; and the class.
@@ -53,13 +77,37 @@ class Classes:
                 "differentiable=True: a ShardedOptimizer changes weights in place, and no gradient passes through its "
                 "steps: leave differentiable out"
             )
-        of_group = group.pop("optimizer_class", self.default)
+        of_group, filled = group.pop("optimizer_class", self.default), Options()
         _expect_no_parameters(of_group, {key: value for key, value in group.items() if key != "params"})
-        return (group if of_group is self.default else {**defaults_of(of_group, {}), **group}), of_group
+        if of_group is not self.default:
+            filled = defaults_of(of_group, {})
+        elif self._by_group:
+            filled = self._filled_up(group)
+            of_group = self._of_kind(filled)
+        return {**filled, **group}, of_group
+
+    def _filled_up(self, group: Options) -> Options:
+        try:
+            return filled_up(self.default, self.options, group)
+        except Exception as error:
+            options = ", ".join(f"{key}={value!r:.80}" for key, value in group.items() if key != "params")
+            raise InvalidValue(
+                f"{self.default.__name__} refuses a param group with the options ({options}): {error!r}. Give it the "
+                "options that the class asks for, as in plain torch"
+            ) from error
+
+    def _of_kind(self, options: Options) -> OptimizerClass:
+        kind = kinds_of(options)
+        for known, of_kind in self._of_kinds:
+            if known == kind:
+                return of_kind
+        self._of_kinds.append((kind, class_of_kind(self.default, self.options, options)))
+        return self._of_kinds[-1][1]
 
     def declared(self, optimizer_class: OptimizerClass) -> bool | None:
         """The user's declaration for a class, if any."""
-        return self.elementwise if optimizer_class is self.default else None
+        mine = (self.default, *(of_kind for _, of_kind in self._of_kinds))
+        return self.elementwise if optimizer_class in mine else None
 
     def options_of(self, group: int) -> Options:
         """The keyword arguments that the class of that param group is built with."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.settings import plain
 from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.by_group import over_group
 
 _HOOKS = tuple(
     f"_optimizer_{when}_hooks"
@@ -170,9 +171,12 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
     try:
         new = type(optimizer)([torch.zeros(2, 2, device="cpu")], **arguments)
     except Exception as error:  # of a class that takes the model in place of parameters, for example
-        raise InvalidValue(
-            f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
-        ) from error
+        try:
+            new = over_group(type(optimizer), arguments, optimizer.param_groups[0])
+        except Exception:
+            raise InvalidValue(
+                f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
+            ) from error
     for what, mine, theirs in (
         ("the default", optimizer.defaults, new.defaults),
         ("the attribute", _attributes(optimizer), _attributes(new)),
