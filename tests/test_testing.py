@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import zeroshard
 from tests.kit import Job, same_bits, train, train_reference
 from tests.patience import AT_ONCE
+from zeroshard import testing
 from zeroshard.comm import joining
 from zeroshard.testing import RankError, run_ranks
 
@@ -140,14 +142,24 @@ def test_init_returns_the_device_of_this_rank(monkeypatch: pytest.MonkeyPatch) -
     assert run_ranks(run, 1) == [["cpu", "cpu", "cuda:3", "cuda:3", [3]]]
 
 
-def test_ranks_that_have_to_be_killed_are_shown() -> None:
+def test_ranks_that_have_to_be_killed_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else tells what they wait for."""
+    (come, here), wait_for = os.pipe(), testing._wait_for
 
     def waits_here(rank: int) -> None:
+        os.write(here, b".")
         time.sleep(100.0)
 
+    def wait_until_they_are_there(pids: dict[int, int], folder: Path, deadline: float) -> None:
+        found = b""
+        while len(found) < 2:
+            found += os.read(come, 2)
+        wait_for(pids, folder, time.monotonic())
+
+    monkeypatch.setattr(testing, "_wait_for", wait_until_they_are_there)
     with pytest.raises(TimeoutError, match=r"(?s)rank 0 has been killed here:.*in waits_here.*rank 1 .*in waits_here"):
-        run_ranks(waits_here, 2, timeout=0.5)
+        run_ranks(waits_here, 2)
+    os.close(come), os.close(here)
 
 
 def test_a_rank_that_ends_without_a_result_is_named() -> None:

@@ -250,7 +250,7 @@ class ShardedOptimizer(TorchOptimizer):
         control = self.agreement.answer()
         self.engine.pool.rest()
         if control.is_idle:
-            self._discard_gradients()
+            self._discard_gradients(by_step=True)
             return StepResult(False, 0.0, control.group_norms, loss=loss)
         self.scaling.expect_scaled()
         mean = self.agreement.mean_factor(control)
@@ -266,7 +266,7 @@ class ShardedOptimizer(TorchOptimizer):
             words = "a step is skipped: gradient norm %s, loss scale %s"
             tell(self.engine.collectives.mesh.world.rank, words, control.norm * mean, scale)
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
-        self._discard_gradients()
+        self._discard_gradients(by_step=True)
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
@@ -295,10 +295,10 @@ class ShardedOptimizer(TorchOptimizer):
             self.engine.hooks.schedule.abandon_backward()
             self._discard_gradients()
 
-    def _discard_gradients(self) -> None:
+    def _discard_gradients(self, *, by_step: bool = False) -> None:
         self.agreement.forget()
         self.clipping.clear()
-        self._steppers.discard_gradients()
+        self._steppers.discard_gradients(by_step=by_step)
 
     @torch.no_grad()
     def count_zero_gradients(self) -> int:

@@ -233,6 +233,7 @@ class Engine(NotCopied):
         for unit in frozen:
             unit.unfreeze(self.collectives)
         local = self.reducer.local
+        self.reducer.visible.remove_used()
         # The old buffers are planned for fewer units. Units must have given theirs back by now (`rest` above).
         self.pool.clear()
         self._work_with(self.units, self.pool)
@@ -332,6 +333,7 @@ class Engine(NotCopied):
             if torch.is_grad_enabled() and not in_use and not in_backward():
                 self.unfreeze()
             self.expect_in_place()
+            self.reducer.visible.remove_used()
             self.gatherer.begin_forward()
         if torch.is_grad_enabled() and not self.claims.has_any() and self.has_gradients(reduced=True):
             raise InvalidState(

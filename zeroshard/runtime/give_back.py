@@ -43,6 +43,7 @@ def close(engine: Engine, destination: Destination) -> None:
         for owner in engine.claims.owners():
             owner.let_go()
         engine.pool.empty()
+        engine.reducer.visible.remove_used()
         give_back(engine.units, engine.collectives, destination)
     except BaseException as error:
         if isinstance(error, Exception) or engine.collectives.mesh.world.size > 1:

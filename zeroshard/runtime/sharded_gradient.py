@@ -1,4 +1,4 @@
-"""The tensor in `p.grad` of a parameter whose gradient no rank holds in full.
+"""The tensor in `p.grad` of a parameter whose gradient no rank holds in full, or which a step has used.
 
 It has the parameter's shape, and no values of its own. It supports what torch's utilities do to gradients between
 backward and step: a norm (collective), and in-place operations that treat every element alike; these act on the part
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
 
 T = TypeVar("T")
+S = TypeVar("S", bound="ShardedGradient")
 
 _aten = torch.ops.aten
 
@@ -64,7 +65,7 @@ class ShardedGradient(Tensor):
     _index: int
 
     @staticmethod
-    def __new__(cls, like: Tensor, visible: object, unit: Unit, index: int) -> ShardedGradient:
+    def __new__(cls, like: Tensor, visible: object, unit: Unit, index: int) -> Self:
         """`like`: NaN in the parameter's shape: what code that bypasses the dispatch would read. `visible`: the
         `VisibleGradients` of the model."""
         gradient = Tensor._make_subclass(cls, like)
@@ -181,6 +182,79 @@ class ShardedGradient(Tensor):
                 "out of inputs in a join that divides by the number of the others; so the gradient is not final until "
                 "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
             )
+
+
+class UsedGradient(ShardedGradient):
+    """In `p.grad` behind a step that has used the gradient, until the next forward or a `zero_grad`. Plain torch has
+    the gradient there. So what asks whether there is one (`Lookahead`) finds it, and what reads it is told."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"UsedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): a step has used it"
+
+    def _edit(self, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]) -> None:
+        if what != "zero_":
+            self._refuse(what)
+
+    def _norm(self, norm_type: float) -> Tensor:
+        self._refuse("norm")
+
+    def _explain(self, what: str) -> NoReturn:
+        if "_amp_" in what or by_whom(lambda parameter: isinstance(parameter.grad, ShardedGradient)) is not None:
+            super()._explain(what)
+        self._refuse(what)
+
+    def _refuse(self, what: str) -> NoReturn:
+        name = self._unit.layout.slots[self._index].name
+        raise InvalidState(
+            f"{what} on the gradient of {name}: a step has used it, and freed its memory. Read gradients between "
+            f"backward and step (p.grad, or handle.gradient({name!r}) on every rank); optimizer.step() returns their "
+            "norm, as grad_norm and group_norms"
+        )
+
+    def is_of(self, unit: Unit, index: int) -> bool:
+        """Whether it was the gradient of this slot."""
+        return self._unit_ref() is unit and self._index == index
+
+
+class WithoutValues:
+    """The tensors of both classes for the parameters of a model. Each is made once."""
+
+    def __init__(self, visible: object, device: torch.device) -> None:
+        self._visible_ref, self._device = weakref.ref(visible), device
+        self._sharded: dict[tuple[Unit, int], ShardedGradient] = {}
+        self._used: dict[tuple[Unit, int], UsedGradient] = {}
+        self._shows_used = False  # whether one of them may be in `p.grad`
+
+    def sharded(self, unit: Unit, index: int) -> ShardedGradient:
+        return self._of_slot(self._sharded, ShardedGradient, unit, index)
+
+    def has_sharded(self, unit: Unit, index: int) -> bool:
+        return (unit, index) in self._sharded
+
+    def forget_sharded(self, unit: Unit, index: int) -> None:
+        """From now on, there is another one for this slot."""
+        self._sharded.pop((unit, index), None)
+
+    def used(self, unit: Unit, index: int) -> UsedGradient:
+        """To be put into `p.grad`."""
+        self._shows_used = True
+        return self._of_slot(self._used, UsedGradient, unit, index)
+
+    def remove_used(self) -> None:
+        """Set `p.grad` to None where a step has used it."""
+        if self._shows_used:
+            with as_tensors():
+                for (unit, index), used in self._used.items():
+                    if unit.parameters[index].grad is used:
+                        unit.parameters[index].grad = None
+            self._shows_used = False
+
+    def _of_slot(self, known: dict[tuple[Unit, int], S], of_class: type[S], unit: Unit, index: int) -> S:
+        if (unit, index) not in known:
+            parameter = unit.parameters[index]
+            nan = torch.full((), torch.nan, dtype=parameter.grad_dtype or parameter.dtype, device=self._device)
+            known[unit, index] = of_class(nan.expand(parameter.shape), self._visible_ref(), unit, index)
+        return known[unit, index]
 
 
 def _living(reference: weakref.ref[T] | None) -> T:

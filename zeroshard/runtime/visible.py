@@ -4,6 +4,7 @@
 |---------------------------------|------------------------------------------------------------------------------------|
 | PARTIAL, nothing reduced before | a view of the bucket: this rank's terms, as torch DDP leaves them under `no_sync`  |
 | REDUCED, in full on every rank  | a view of the bucket: the mean over ranks                                          |
+| used by a step                  | a `UsedGradient`, until the next forward or `zero_grad`                            |
 | all others                      | a `ShardedGradient`                                                                |
 
 If losses were scaled or weighted, REDUCED gradients are not yet the values that the step uses: `p.grad` is then a
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +43,7 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.settings import Items, plain
-from zeroshard.runtime.sharded_gradient import ShardedGradient
+from zeroshard.runtime.sharded_gradient import UsedGradient, WithoutValues
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 
@@ -63,7 +64,7 @@ class VisibleGradients:
         self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
-        self._sharded: dict[Unit, dict[int, ShardedGradient]] = {unit: {} for unit in self._grads}
+        self._without_values = WithoutValues(self, collectives.device)
         self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -134,7 +135,7 @@ class VisibleGradients:
         orders, and clip by factors that differ in the last bits."""
         is_local, dtype = grads.is_local, grads.buffer.dtype
         in_full = (is_local or (grads.buffer.placement is REPLICATED and self.final)) and not self.had_graphs
-        views, sharded = grads.buffer.views() if in_full else [], self._sharded[unit]
+        views = grads.buffer.views() if in_full else []
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
@@ -143,9 +144,7 @@ class VisibleGradients:
                 self._has_shown_factors |= not self.final
                 yield index, views[index], index in grads.present
                 continue
-            if index not in sharded:
-                sharded[index] = self._sharded_gradient(unit, index, grads)
-            yield index, sharded[index], True
+            yield index, self._without_values.sharded(unit, index), True
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
@@ -166,6 +165,12 @@ class VisibleGradients:
                 for index in self._shown[unit]:
                     unit.parameters[index].grad = None
             self._shown[unit].clear()
+        self.remove_used()
+
+    def remove_used(self) -> None:
+        """Set `p.grad` to None where a step has used it. Before a forward as well: torch.compile leaves out what it
+        comes to while a `p.grad` has another dtype than its parameter."""
+        self._without_values.remove_used()
 
     # Between backward and step -------------------------------------------------------------------------------------
 
@@ -177,7 +182,9 @@ class VisibleGradients:
         self._discard_all_gone()
         for unit in self._grads:
             for index, gradient in enumerate(unit.user_grads()):
-                if gradient is not None and index not in self._shown[unit]:
+                if gradient is None or (isinstance(gradient, UsedGradient) and gradient.is_of(unit, index)):
+                    continue
+                if index not in self._shown[unit]:
                     self._expect_new(unit, index, gradient)
                     by_hand[unit.index, index] = gradient.detach()
         has_factors = not self.final and any(grads.state is not GradState.EMPTY for grads in self._grads.values())
@@ -217,14 +224,14 @@ class VisibleGradients:
 
     def _let_go(self, unit: Unit, shown: dict[int, Tensor], slots: Iterable[int]) -> None:
         """Gradients have been used or discarded. If somebody still has one, it may come back as `p.grad`."""
-        sharded, buffer = self._sharded[unit], self._grads[unit].buffer
+        buffer, without_values = self._grads[unit].buffer, self._without_values
         views = buffer.known_views
         for index in slots:
             is_view = bool(views) and views[index] is shown[index]
             # Two are `shown` and the call. (For a local variable Python 3.14 no longer counts the call.)
-            if sys.getrefcount(shown[index]) > 2 + (is_view or index in sharded):
+            if sys.getrefcount(shown[index]) > 2 + (is_view or without_values.has_sharded(unit, index)):
                 self._kept[shown[index]] = True
-                sharded.pop(index, None)
+                without_values.forget_sharded(unit, index)
                 if is_view:
                     buffer.renew_view(index)
             del shown[index]
@@ -240,14 +247,15 @@ class VisibleGradients:
         """Whether a gradient of the unit has been put into `p.grad`."""
         return bool(self._shown.get(unit))
 
-    def forget(self, unit: Unit, slots: set[int]) -> None:
-        """Remove the gradients of these slots from `p.grad`: they have been used or discarded."""
+    def forget(self, unit: Unit, slots: set[int], *, used: Collection[int] = ()) -> None:
+        """Remove the gradients of these slots from `p.grad`: they have been discarded or, in those of `used`, used by a
+        step."""
         shown = self._shown.get(unit, {})
         slots = slots & shown.keys()
         with as_tensors():
             for index in slots:
                 if unit.parameters[index].grad is shown[index]:
-                    unit.parameters[index].grad = None
+                    unit.parameters[index].grad = self._without_values.used(unit, index) if index in used else None
         self._let_go(unit, shown, slots)
         self._has_shown_factors &= any(self._shown.values())
 
@@ -298,12 +306,6 @@ class VisibleGradients:
         self.changed()
 
     # A gradient that no rank holds in full ---------------------------------------------------------------------------
-
-    def _sharded_gradient(self, unit: Unit, index: int, grads: Gradients) -> ShardedGradient:
-        parameter = unit.parameters[index]
-        dtype = parameter.grad_dtype or parameter.dtype
-        nan = torch.full((), torch.nan, dtype=dtype, device=grads.buffer.shard.device)
-        return ShardedGradient(nan.expand(parameter.shape), self, unit, index)
 
     def edited(self) -> Items:
         """For the comparison between ranks: for each parameter, the operations on its gradient."""

@@ -115,7 +115,7 @@ class Steppers:
             if last[unit] is stepper and self._gather(unit, active[unit]) and update.is_void is None:
                 # Free the unit's gradients here, before the next unit's state is allocated: this lowers the peak. (If
                 # an update is void, the host may need them again.)
-                self._consume(unit)
+                self._consume(unit, by_step=True)
 
         self._stop_gathering()
         with self._engine.reducer.visible.unedited():
@@ -157,22 +157,24 @@ class Steppers:
             unit.weights.versions.renew(slots)
         return gathers
 
-    def discard_gradients(self) -> None:
-        """Free the gradients of the parameters of these steppers, and of parameters that no optimizer has."""
+    def discard_gradients(self, *, by_step: bool = False) -> None:
+        """Free the gradients of the parameters of these steppers, and of parameters that no optimizer has. `by_step`:
+        a step has used them."""
         for unit in self._engine.units:
-            self._consume(unit)
+            self._consume(unit, by_step=by_step)
         self._engine.reducer.forget_losses()
         self._engine.pool.rest("buckets", "scratch")  # not "ring": a backward may still need the weights
 
-    def _consume(self, unit: Unit) -> None:
+    def _consume(self, unit: Unit, *, by_step: bool) -> None:
         visible = self._engine.reducer.visible
         if unit.grads.state is not GradState.EMPTY or visible.shows(unit):
             of_nobody = self._engine.claims.unclaimed(unit)
-            slots = self.units.get(unit, set()) | of_nobody
+            mine = self.units.get(unit, set())
+            slots = mine | of_nobody
             if isinstance(unit.grads, Gradients):
                 self._engine.ledger.discarded |= {id(unit.parameters[slot]) for slot in of_nobody & unit.grads.waiting}
             unit.grads.consume(slots)
-            visible.forget(unit, slots)
+            visible.forget(unit, slots, used=mine if by_step else ())
 
     # State -------------------------------------------------------------------------------------------------------
 
