@@ -5,20 +5,16 @@ planner.
     python benchmarks/large_runs.py --models 8B --ranks 1024
 
 The models have the shapes of Llama 3.1: bf16 matrices, fp32 norms, a block as the unit; AdamW with fp32 master weights.
-The column "before" is what it was until 2026-11-22: each small unit by itself, and a manifest with the chunks and
-digests of all files (of this rank's file, times the number of ranks; from 256 MiB on no reader took it).
+What stands before an arrow is what it would be with each small unit by itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.index import num_blocks
-from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.model import small_units
 from zeroshard.planning import Configuration, Forecast, plan
 
@@ -69,37 +65,25 @@ def padding_before(model: nn.Module, configuration: Configuration) -> Forecast:
         small_units.NEGLIGIBLE = kept
 
 
-def manifest_before(file: FilePlan, ranks: int) -> int:
-    """Bytes of a manifest of format 1, up to the names and shapes of the tensors."""
-    offset, part = len(file.header), 140
-    for item in file.items:
-        if item.interval:
-            chunk = [ranks, offset, item.interval.start, item.interval.stop, []]
-            part += len(json.dumps(chunk)) + 36 * num_blocks(item.num_bytes)
-        offset += item.num_bytes
-    return part * ranks
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=[*SHAPES])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384])
     arguments = parser.parse_args()
-    print(f"{'':22}{'units':>12}{'padding':>20}{'sent a step, GB':>20}{'manifest, MB':>20}{'index, kB':>11}")
+    print(f"{'':22}{'units':>12}{'padding':>20}{'sent a step, GB':>20}{'manifest, MB':>14}{'index, kB':>11}")
     for name in arguments.models:
         model = model_of(name)
         for ranks in arguments.ranks:
             configuration = Configuration(plan="zero3", ranks=ranks, units=Block)
             before, now = padding_before(model, configuration), plan(model, configuration)
-            manifests = manifest_before(before.checkpoint.file(0), ranks), now.manifest_bytes
             cells = (
                 f"{before.num_units} -> {now.num_units}",
                 f"{before.padding_share:.2%} -> {now.padding_share:.2%}",
                 f"{before.sent / 1e9:.1f} -> {now.sent / 1e9:.1f}",
-                f"{manifests[0] / 1e6:.1f} -> {manifests[1] / 1e6:.1f}",
+                f"{now.manifest_bytes / 1e6:.1f}",
                 f"{now.index_bytes / 1e3:.1f}",
             )
-            widths = 12, 20, 20, 20, 11
+            widths = 12, 20, 20, 14, 11
             print(f"{name:>5} {ranks:>9,} ranks " + "".join(map(str.rjust, cells, widths)), flush=True)
 
 

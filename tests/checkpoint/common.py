@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterable
@@ -17,7 +16,6 @@ import zeroshard
 from tests.kit import PLANS, Block, Net, State, loss_of_tokens, make, same_bits
 from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.index import digest_of
-from zeroshard.checkpoint.manifest import MANIFEST_NAME
 from zeroshard.loss_scale import DynamicScale
 
 FULL = os.environ.get("ZEROSHARD_FAULTS") == "full"
@@ -128,31 +126,6 @@ def signed(body: bytes) -> bytes:
     return b'{"digest": "' + digest_of(body).encode() + b'", "manifest": ' + body + b"}\n"
 
 
-def into_format_1(step: Path) -> None:
-    """Rewrite a step's manifest in format 1, and remove the indices, which that did not have."""
-    with Reader(step) as reader:
-        manifest = reader.manifest
-        found = {
-            name: [[file, c.offset, c.interval.start, c.interval.stop, c.digests] for file, c in reader.chunks(entry)]
-            for name, entry in manifest.tensors.items()
-        }
-    for chunks in found.values():
-        for chunk in chunks:
-            chunk[4] = [chunk[4][at : at + 32] for at in range(0, len(chunk[4]), 32)]
-    entries = []
-    for file in manifest.files:
-        index = json.loads((step / file.index_name).read_text())
-        of_header = {"header_bytes": index["header_bytes"], "digest": index["digest"]}
-        entries.append({"name": file.name, "bytes": file.num_bytes, **of_header})
-        (step / file.index_name).unlink()
-    body = json.loads((step / MANIFEST_NAME).read_text())["manifest"]
-    for name, entry in body["tensors"].items():
-        del entry["runs"]
-        entry["chunks"] = found[name]
-    text = json.dumps({**body, "format": 1, "files": entries})
-    (step / MANIFEST_NAME).write_bytes(signed(text.encode()))
-
-
 __all__ = [
     "FULL",
     "PLANS",
@@ -161,7 +134,6 @@ __all__ = [
     "Kind",
     "Net",
     "Run",
-    "into_format_1",
     "make",
     "muon_and_adamw",
     "read_all",

@@ -1,4 +1,4 @@
-"""Checkpoints that an earlier zeroshard wrote, under `stored/`: the runs that wrote them, and the expected loaded
+"""Checkpoints that were written once, under `stored/`: the runs that wrote them, and the expected loaded
 state.
 
 `stored/<name>.tar.gz` holds `step-2` of one run. `stored/<name>.json` has the digest of every full tensor of its state,

@@ -75,7 +75,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert [(folder / name).stat().st_size for name in (entry.name, entry.index_name)] == [*planned[:2]]
         parts.append(part_of(plan, entry, rank))
         sizes += planned[2]
-    base = Manifest(1, "id", (), {}, {}, {})
+    base = Manifest(1, "id", (), {}, {"tied": {}}, {})
     manifest = merged(base, parts)
     by_leaders = [combined(parts[first : first + 9]) for first in range(0, RANKS, 9)]
     assert merged(base, by_leaders) == manifest and len(manifest.encode()) < sizes

@@ -16,6 +16,7 @@ import torch
 import zeroshard
 from tests.cli.test_commands import said
 from tests.kit import Block, Net
+from tests.report.common import START
 from zeroshard.__main__ import _make_streams_usable
 from zeroshard.cli.main import run
 from zeroshard.cli.models import _loss_of
@@ -482,7 +483,7 @@ def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.C
         said_of, ("not the folder of a run", "not come to its first step", "is damaged", "is damaged"), strict=True
     ):
         assert message in found
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(record)}")
     (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\nnproc = 2\ndevice = "cpu"\n')
     (tmp_path / "timeline-0.json.gz").write_bytes(b"nothing")  # damaged, and not read for this table
     text = said(capsys, "plan", "--compare", tmp_path)
@@ -504,7 +505,7 @@ def test_a_checkpoint_without_one_of_its_files_is_not_compared(
 ) -> None:
     """Its bytes were summed without the file, and the difference was given as that of the plan."""
     pytest.importorskip("pydantic")
-    start = {"kind": "start", "step": 0, "ranks": 1, "device": "cpu", "restarts": 0}
+    start = START | {"ranks": 1}
     record = {"kind": "step", "step": 1, "engine_bytes": 10_000_000, "peak_memory_bytes": 400_000_000}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(record)}\n")
     (tmp_path / "config.toml").write_text('[model]\nlayers = 2\nwidth = 64\n[parallel]\ndevice = "cpu"\n')

@@ -44,6 +44,12 @@ def facts() -> Facts:
     return facts_of("net", forecasts(), "cpu")
 
 
+START: dict[str, Any] = {
+    "kind": "start", "step": 0, "plan": "zero3", "ranks": 2, "device": "cpu", "transport": "shared", "restarts": 0
+}  # fmt: skip
+"""A line of a run's metrics: its ranks have begun."""
+
+
 def write_run(
     folder: Path, num_steps: int = 6, change: Callable[[int, dict[str, Any]], object] = lambda *_: None
 ) -> Path:
@@ -51,7 +57,7 @@ def write_run(
     finite. `change`: called with each step's number and line."""
     held = dict.fromkeys(vars(facts().planned[0].at_rest), 10)
     memory = {"held": dict.fromkeys(("forward", "backward", "between steps", "at most"), held)}
-    lines: list[dict[str, Any]] = [{"kind": "start", "step": 0, "ranks": 2, "device": "cpu", "restarts": 0}]
+    lines: list[dict[str, Any]] = [START]
     lines.append({"kind": "memory", "step": 1, **memory})
     for step in range(1, num_steps + 1):
         line = {"kind": "step", "step": step, "loss": None if step == 5 else 3 / step, "grad_norm": 0.5 + step}
@@ -60,7 +66,7 @@ def write_run(
         change(step, line)
         lines.append(line)
         if step in (2, 4):
-            lines.append({"kind": "start", "step": step, "ranks": 2, "device": "cpu", "restarts": int(step == 4)})
+            lines.append(START | {"step": step, "restarts": int(step == 4)})
     lines.append({"kind": "validation", "step": num_steps, "loss": 1.25})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cli.test_commands import said
-from tests.report.common import PLANS, RANKS, facts, forecasts, write_run
+from tests.report.common import PLANS, RANKS, START, facts, forecasts, write_run
 from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planner import Bytes
@@ -343,6 +343,7 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
 
     check(lambda text: "", "has not come to its first step")
     check(lambda text: text.replace('"loss": 1.5', '"loss": "low"'), r"damaged in line 4: loss is 'low'")
+    check(lambda text: "\n".join(line for line in text.splitlines() if "restarts" not in line), "records no start")
     check(lambda text: "]\n" + text, "damaged in line 1")
     check(lambda text: "[]\n" + text, "in line 1: expected an object with a kind")
     check(lambda text: "[" * 100_000 + "\n" + text, "damaged in line 1: maximum recursion depth")
@@ -356,7 +357,7 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
         ("ranks", "true", "ranks must be a whole number from 1, found True"),
         ("plan", '"zero7"', "unknown plan 'zero7'"),
     ):
-        start = json.dumps({"kind": "start", "step": 0, "plan": "zero3", "ranks": 2, "device": "cpu", "restarts": 0})
+        start = json.dumps(START)
         damaged = start.replace(f'"{key}": {json.dumps(json.loads(start)[key])}', f'"{key}": {value}')
         assert damaged != start
         check(lambda text, line=damaged: f"{line}\n{text}", f"is damaged: InvalidValue: {found}")
@@ -372,18 +373,13 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_damaged_folder_of_a_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its configuration, and, for a run of an older version, which has recorded no start, its checkpoint."""
+    """Its configuration."""
     pytest.importorskip("pydantic")
-    metrics = write_run(tmp_path) / "metrics.jsonl"
-    metrics.write_text("\n".join(line for line in metrics.read_text().splitlines() if "restarts" not in line))
-    config, manifest = tmp_path / "config.toml", tmp_path / "step-6" / "manifest.json"
-    manifest.parent.mkdir()
-    manifest.write_text("{")
+    config = write_run(tmp_path) / "config.toml"
     for text, message in (
         (None, "config.toml"),
         ("[model", "config.toml"),
         ("[model]\nlayer = 2\n", "unknown configuration key 'model.layer'"),
-        ("[model]\nlayers = 1\n", "manifest.json is not a manifest that zeroshard wrote"),
     ):
         if text is not None:
             config.write_text(text)

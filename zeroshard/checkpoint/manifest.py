@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -64,12 +64,12 @@ def digest_in(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A safetensors file. Format 1 has no files with indices: there `index_bytes` is 0."""
+    """A safetensors file, and its index."""
 
     name: str
     num_bytes: int
-    index_bytes: int = 0
-    index_digest: str = ""
+    index_bytes: int
+    index_digest: str
 
     @property
     def index_name(self) -> str:
@@ -141,8 +141,7 @@ class TensorEntry:
 @dataclass(frozen=True)
 class Manifest:
     """See the module's note. `values`: values that are no tensors (see `values.py`). The value "tied" is checked here:
-    further name of a parameter -> the name under which it is stored. `indices`: of all files, in format 1 (see
-    `formats.py`); else empty."""
+    further name of a parameter -> the name under which it is stored."""
 
     step: int
     id: str
@@ -150,11 +149,10 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     values: dict[str, Any]
     versions: dict[str, str]
-    indices: tuple[Index, ...] = ()
 
     @property
     def tied(self) -> dict[str, str]:
-        tied: dict[str, str] = self.values.get("tied", {})  # older checkpoints have no "tied"
+        tied: dict[str, str] = self.values["tied"]
         return tied
 
     @property
@@ -200,39 +198,32 @@ class Manifest:
         return b"".join([_PREFIX, digest_of(text).encode(), _MIDDLE, text, _SUFFIX])
 
     @classmethod
-    def checked(
-        cls,
-        body: dict[str, Any],
-        files: tuple[FileEntry, ...],
-        tensors: dict[str, TensorEntry],
-        indices: tuple[Index, ...] = (),
-    ) -> Manifest:
+    def decode(cls, data: bytes) -> Manifest:
         """
-        Args:
-            body: the decoded JSON.
-            files, tensors, indices: decoded from it.
-
         Raises:
-            CheckpointError: they do not fit together, or something else in the body is invalid.
+            CheckpointError: the bytes cannot be the result of `encode`.
         """
+        body = unpacked(data)
+        number = body.get("format")
+        if isinstance(number, bool) or number != FORMAT:
+            refuse(f"has format {short(number)}; this version of zeroshard reads format {FORMAT}")
+        files = tuple(decode_file(entry) for entry in typed(body.get("files"), list, "files"))
+        entries = typed(body.get("tensors"), dict, "tensors").items()
+        tensors = {name: decode_tensor(name, entry, len(files)) for name, entry in entries}
         if len({file.name for file in files}) != len(files):
             refuse("names a file twice")
         values = typed(body.get("values"), dict, "values")
-        for alias, name in typed(values.get("tied", {}), dict, "tied").items():
+        for alias, name in typed(values.get("tied"), dict, "tied").items():
             if f"model/{typed(name, str, 'a tied name')}" not in tensors or f"model/{alias}" in tensors:
                 refuse(f"ties {short(alias)} to {short(name)}: the first must not be stored, the second must")
-        manifest = cls(
+        return cls(
             step=integer(body.get("step"), "step", MAX_NUMEL),
             id=typed(body.get("id"), str, "id"),
             files=files,
             tensors=tensors,
             values=values,
             versions=typed(body.get("versions"), dict, "versions"),
-            indices=indices,
         )
-        for number, index in enumerate(indices):
-            manifest.expect_fits(number, index)
-        return manifest
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
@@ -269,16 +260,10 @@ def decode_file(entry: Any) -> FileEntry:
     """Raises:
     CheckpointError: a name, a size or a digest is invalid."""
     entry = typed(entry, dict, "a file")
-    name, num_bytes = file_name_and_size(entry)
+    name = expect_file_name(entry.get("name"), reserved=MANIFEST_NAME)
+    num_bytes = integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
     index_bytes = integer(entry.get("index_bytes"), f"the size of the index of {name}", MAX_MANIFEST_BYTES)
     return FileEntry(name, num_bytes, index_bytes, expect_digests(entry.get("index_digest"), 1, "the index's digest"))
-
-
-def file_name_and_size(entry: dict[str, Any]) -> tuple[str, int]:
-    """Raises:
-    CheckpointError: the name leads out of the folder, or the size is no size."""
-    name = expect_file_name(entry.get("name"), reserved=MANIFEST_NAME)
-    return name, integer(entry.get("bytes"), f"the size of {name}", 1 << 62)
 
 
 def encode_tensor(entry: TensorEntry) -> dict[str, Any]:
@@ -292,33 +277,20 @@ def encode_run(run: Run) -> list[int]:
 
 def decode_tensor(name: str, entry: Any, num_files: int) -> TensorEntry:
     """Raises:
-    CheckpointError: the shape, the dtype or a run is invalid."""
+    CheckpointError: the shape, the dtype or a run is invalid; the runs overlap, or are not the whole tensor."""
     entry = typed(entry, dict, f"tensor {short(name)}")
-    shape, dtype = shape_and_dtype(name, entry)
-    runs = tuple(_run(name, item, num_files) for item in typed(entry.get("runs"), list, "runs"))
-    expect_whole(name, shape, runs)
-    return TensorEntry(name, shape, dtype, runs)
-
-
-def shape_and_dtype(name: str, entry: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
-    """Raises:
-    CheckpointError: one of them is invalid."""
     dtype = DTYPES.get(typed(entry.get("dtype"), str, "dtype"))
     if dtype is None:
         refuse(f"tensor {short(name)} has the unknown dtype {short(entry['dtype'])}")
-    return sizes(entry.get("shape"), f"tensor {short(name)}"), dtype
-
-
-def expect_whole(name: str, shape: tuple[int, ...], runs: Sequence[Run]) -> None:
-    """Raises:
-    CheckpointError: the runs leave a gap, overlap, or do not end with the tensor."""
-    end = 0
+    shape, end = sizes(entry.get("shape"), f"tensor {short(name)}"), 0
+    runs = tuple(_run(name, item, num_files) for item in typed(entry.get("runs"), list, "runs"))
     for run in runs:
         if run.start != end:
             refuse(f"tensor {short(name)}: a part must start at {end}, found {run.start}")
         end = run.stop
     if end != math.prod(shape):
         refuse(f"tensor {short(name)} has {math.prod(shape)} elements, its parts end at {end}")
+    return TensorEntry(name, shape, dtype, runs)
 
 
 def _run(name: str, item: Any, num_files: int) -> Run:

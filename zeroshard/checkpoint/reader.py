@@ -13,13 +13,14 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import files, formats
+from zeroshard.checkpoint import files
 from zeroshard.checkpoint.folders import identity, step_of
 from zeroshard.checkpoint.index import BLOCK_BYTES, Chunk, Index, digest_of
 from zeroshard.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     CheckpointError,
+    Manifest,
     TensorEntry,
     digest_in,
 )
@@ -59,7 +60,7 @@ class Reader:
                 data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
             except FileNotFoundError:
                 refuse("does not exist, and the step cannot be read without it: copy the step again, or use another")
-            self.manifest = formats.decode(data)
+            self.manifest = Manifest.decode(data)
             self.digest = digest_in(data)
             if step_of(folder.name) not in (None, self.manifest.step):
                 refuse(f"is that of step {self.manifest.step}, in the folder of another")
@@ -206,8 +207,6 @@ class Reader:
 
     def _index(self, number: int) -> Index:
         """The index of a file, which has been checked."""
-        if self._written.indices:
-            return self._written.indices[number]
         if number not in self._indices:
             entry = self._written.files[number]
             path = self.folder / entry.index_name

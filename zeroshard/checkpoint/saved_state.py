@@ -86,7 +86,7 @@ def saved_options(group: dict[str, Any], of_class: type, tensor: Callable[[str],
         CheckpointError: they are damaged.
     """
     options = decode(group["options"], tensor)
-    notes = group.get("tensors", {}) if group["class"] == of_class.__name__ else {}  # older checkpoints have none
+    notes = group.get("tensors", {}) if group["class"] == of_class.__name__ else {}  # an import has none
     try:
         for key, (dtype, shape) in notes.items():
             options[key] = torch.tensor(options[key], dtype=DTYPES[dtype], device="cpu").view(shape)

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from zeroshard.checkpoint import folders
-from zeroshard.checkpoint.formats import decode
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from zeroshard.cli.models import configuration_file
 from zeroshard.errors import InvalidValue
@@ -41,23 +38,8 @@ def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
     step = steps[max(steps)] if steps else None
     from zeroshard.train.planned import Place
 
-    if record.starts:
-        last = record.starts[-1]
-        place = Place(last.ranks, last.device, last.transport)
-    else:
-        is_cuda = config.parallel.device == "cuda" or (config.parallel.device == "auto" and torch.cuda.is_available())
-        place = Place(config.parallel.nproc or _ranks_of(step), "cuda" if is_cuda else "cpu")
-    return SavedRun(record, config, place, step)
-
-
-def _ranks_of(step: Path | None) -> int:
-    """The world size recorded in the checkpoint; 1 without a checkpoint.
-
-    Raises:
-        ValueError: the manifest is damaged.
-    """
-    found = 1 if step is None else _manifest(step).values.get("world_size")
-    return found if isinstance(found, int) else 1
+    last = record.starts[-1]
+    return SavedRun(record, config, Place(last.ranks, last.device, last.transport), step)
 
 
 def saved_bytes(step: Path) -> int:
@@ -68,7 +50,7 @@ def saved_bytes(step: Path) -> int:
     """
     files = _manifest(step).files
     sizes = {file.name: file.num_bytes for file in files}
-    sizes |= {file.index_name: file.index_bytes for file in files if file.index_bytes}
+    sizes |= {file.index_name: file.index_bytes for file in files}
     for name, num_bytes in sizes.items():
         path = step / name
         found = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
@@ -93,6 +75,6 @@ def _manifest(step: Path) -> Manifest:
     """
     path = step / MANIFEST_NAME
     try:
-        return decode(path.read_bytes())
+        return Manifest.decode(path.read_bytes())
     except CheckpointError as error:
         raise InvalidValue(f"{path} {error}") from error

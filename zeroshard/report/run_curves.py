@@ -224,6 +224,5 @@ def events_in_words(run: RunRecord) -> str:
     skipped = run.skipped
     few = ", ".join(map(str, skipped[:12])) + (" …" if len(skipped) > 12 else "")
     words = [f"Skipped steps (triangles): {few}." if skipped else "No step was skipped."]
-    if run.starts:
-        words.append(f"Lines: {'; '.join(starts)}." if starts else "The run was not resumed or restarted.")
+    words.append(f"Lines: {'; '.join(starts)}." if starts else "The run was not resumed or restarted.")
     return " ".join(words)

@@ -22,13 +22,13 @@ _NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communicati
 @dataclass(frozen=True)
 class Start:
     """A start of the run's ranks. `step`: the step from which they continued; `restarts`: how often a launcher had
-    started them again by then; `transport`: how they exchanged buffers, None: an older version."""
+    started them again by then; `transport`: how they exchanged buffers."""
 
     step: int
     ranks: int
     device: str
     restarts: int
-    transport: TransportName | None = None
+    transport: TransportName
 
     @property
     def words(self) -> str:
@@ -53,8 +53,8 @@ class RunRecord:
     Attributes:
         steps: in order; in each the fields of `train.metrics.StepRecord`. A loss that was not finite is None.
         validations: (step, loss).
-        starts: of the ranks; empty in runs of older versions.
-        measured: the last measurement by kind; None: an older version.
+        starts: of the ranks, at least one.
+        measured: the last measurement by kind, if there is one.
         timeline: of one step, if the run has recorded one.
     """
 
@@ -99,6 +99,8 @@ def read_run(folder: Path, *, timeline: bool = True) -> RunRecord:
         raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error
     if not found.steps:
         raise InvalidValue(f"{path}: the run has not come to its first step")
+    if not found.starts:
+        raise InvalidValue(f"{path} is damaged: it records no start of the ranks")
     return found
 
 
@@ -143,13 +145,10 @@ def _record(folder: Path, rows: list[Mapping[str, Any]]) -> RunRecord:
 
 
 def _start(row: Mapping[str, Any]) -> Start:
-    transport = row.get("transport")
-    if transport is not None:
-        transport_named(transport)
-    if "plan" in row:  # older versions did not write it
-        as_plan(row["plan"])
+    transport_named(row["transport"])
+    as_plan(row["plan"])
     step, ranks, restarts = (_whole(key, row[key], 1 if key == "ranks" else 0) for key in ("step", "ranks", "restarts"))
-    return Start(step, ranks, str(row["device"]), restarts, transport)
+    return Start(step, ranks, str(row["device"]), restarts, row["transport"])
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:
