@@ -254,7 +254,7 @@ def _lay_side_by_side(chosen: _Chosen, collectives: Collectives) -> list[Common 
         return []
     shape = collectives.mesh.shard.size, collectives.mesh.replicate.size
     sizes = [spec.layout(*shape).numel * spec.weight_dtype.itemsize for spec in chosen.specs]
-    return lay_side_by_side(collectives, sizes, "shard", _in_words)
+    return lay_side_by_side(collectives, sizes, _in_words)
 
 
 def _build(

@@ -204,11 +204,9 @@ class Collectives:
         unlogged = Flight(CommEvent("peers have read", "", "step", 0))
         return Pending(self, self.messages.acknowledge(axis, "all_gather")).at_place(at, unlogged)
 
-    def all_to_all(
-        self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int], *, unit: str, phase: str
-    ) -> Pending:
-        """Over the shard axis; see `Transport.all_to_all`."""
-        axis = self.mesh.shard
+    def all_to_all(self, out: Tensor, data: Tensor, received: Sequence[int], sent: Sequence[int]) -> Pending:
+        """Between owners and holders, over the shard axis; see `Transport.all_to_all`."""
+        axis, unit, phase = self.mesh.shard, "owners", "step"
         at = self._begin("all_to_all", axis, f"all_to_all of unit {unit} ({phase})")
         total = sum(sent)
         out, data = out[: sum(received)], data[:total]

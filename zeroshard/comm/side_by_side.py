@@ -13,10 +13,10 @@ from zeroshard.ranks.common import Common
 
 
 def lay_side_by_side(
-    collectives: Collectives, sizes: Sequence[int], what: str, words: Callable[[Exception], str]
+    collectives: Collectives, sizes: Sequence[int], words: Callable[[Exception], str]
 ) -> list[Common | None]:
-    """Common memory for full buffers of so many bytes. None for an empty one, and for all if ranks do not share memory.
-    Collective. It takes no memory before it is written to.
+    """For `shard`: common memory for full buffers of so many bytes. None for an empty one, and for all if ranks do not
+    share memory. Collective. It takes no memory before it is written to.
 
     Raises:
         ValueError: on all ranks, if it fails on any. Nothing is left behind.
@@ -36,11 +36,11 @@ def lay_side_by_side(
                 created.append((segment, fd))
             return None, created
 
-        _, of_ranks = tell_together(collectives, what, create, words=words)
+        _, of_ranks = tell_together(collectives, "shard", create, words=words)
         of_axis = of_ranks[collectives.mesh.world.ranks.index(axis.ranks[0])]
 
         def map_all() -> list[Common | None]:
             pairs = zip(of_axis, sizes, strict=True)
             return [transport.map_common(axis, segment, fd, size) if size else None for (segment, fd), size in pairs]
 
-        return together(collectives, what, map_all, words=words)
+        return together(collectives, "shard", map_all, words=words)

@@ -18,7 +18,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import SIZES
 from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
-from zeroshard.step.inner import begin_training, for_trial, run_step, trial
+from zeroshard.step.inner import built_for_trial, for_trial, run_step, trial
 from zeroshard.storage.buffer import live_bytes
 
 _SIZES = (7, 5, 3, 11, 13, 17)
@@ -129,9 +129,8 @@ class OptimizerKind:
         with trial(), torch.no_grad(), _uncompiled(self.optimizer_class):
             parameter = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
             try:
-                optimizer = self.optimizer_class([parameter], **for_trial(self.options))
+                optimizer = built_for_trial(self.optimizer_class, for_trial(self.options), [parameter])
                 if self.steps:
-                    begin_training(optimizer)
                     parameter.grad = torch.ones_like(parameter)
                     run_step(optimizer)
             except Exception as error:

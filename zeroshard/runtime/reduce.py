@@ -22,7 +22,7 @@ would wait for a peer that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -146,9 +146,9 @@ class Reducer:
             if unit.name not in waiting:
                 unit.grads.consume()
 
-    def has_gradients(self, units: Iterable[Unit] | None = None, *, reduced: bool = False) -> bool:
-        """Whether gradients wait for a step. `units`: only of these. `reduced`: only those that have been reduced."""
-        states = [unit.grads.state for unit in (self.grads if units is None else units)]
+    def has_gradients(self, *, reduced: bool = False) -> bool:
+        """Whether gradients wait for a step. `reduced`: only those that have been reduced."""
+        states = [unit.grads.state for unit in self.grads]
         return GradState.REDUCED in states if reduced else states.count(GradState.EMPTY) < len(states)
 
     @property

@@ -25,7 +25,7 @@ from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
 from zeroshard.runtime.settings import plain
 from zeroshard.step.assignment import Assignment, OptimizerClass, Options
-from zeroshard.step.inner import begin_training, expect_no_closure, expect_state_of_tensors, run_step, trial
+from zeroshard.step.inner import built_for_trial, expect_no_closure, expect_state_of_tensors, run_step, trial
 
 
 class Granularity(Enum):
@@ -187,10 +187,7 @@ class _Tried:
 
     def over(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         """An instance over these tensors that can step."""
-        params: list[Any] = tensors if self.of_group is None else [{**copy.deepcopy(self.of_group), "params": tensors}]
-        optimizer = self.optimizer_class(params, **copy.deepcopy(self.arguments))
-        begin_training(optimizer)
-        return optimizer
+        return built_for_trial(self.optimizer_class, self.arguments, tensors, self.of_group)
 
 
 def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:

@@ -127,15 +127,19 @@ def trial() -> Iterator[None]:
 
 
 def for_trial(options: Options) -> Options:
-    """A copy of these options, for the plain kernels: others do not take every device, or need a graph."""
-    kernels = {"foreach", "fused", "capturable", "differentiable"}
-    return copy.deepcopy(options) | dict.fromkeys(kernels & options.keys(), False)
+    """These options, for the plain kernels: others do not take every device, or need a graph."""
+    return {**options, **dict.fromkeys({"foreach", "fused", "capturable", "differentiable"} & options.keys(), False)}
 
 
-def begin_training(optimizer: Any) -> None:
-    """Call `train()` if the class has it: schedule-free classes step only in training mode."""
-    if callable(getattr(optimizer, "train", None)):
+def built_for_trial(
+    optimizer_class: OptimizerClass, arguments: Options, tensors: list[Tensor], of_group: Options | None = None
+) -> torch.optim.Optimizer:
+    """An instance over these tensors that can step. `of_group`: the options of their param group."""
+    params: list[Any] = tensors if of_group is None else [{**copy.deepcopy(of_group), "params": tensors}]
+    optimizer: Any = optimizer_class(params, **copy.deepcopy(arguments))
+    if callable(getattr(optimizer, "train", None)):  # schedule-free classes step only in training mode
         optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
 
 
 def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
@@ -279,9 +283,7 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
     with trial(), torch.no_grad():
         parameter = torch.zeros(2, 3, device="cpu", requires_grad=True)
         try:
-            group = {**for_trial(options), "params": [parameter]}
-            optimizer = optimizer_class([group], **copy.deepcopy(defaults))
-            begin_training(optimizer)
+            optimizer = built_for_trial(optimizer_class, defaults, [parameter], for_trial(options))
             for _ in range(2):
                 parameter.grad = torch.ones_like(parameter)
                 run_step(optimizer)

@@ -172,7 +172,7 @@ class OwnerStep:
                 owned[route.holder] += route.world.numel
         sent, received = (held, owned) if forth else (owned, held)
         into, data = _as(self._received, dtype), _as(self._sent, dtype)
-        self.assignment.collectives.all_to_all(into, data, received, sent, unit="owners", phase="step").wait()
+        self.assignment.collectives.all_to_all(into, data, received, sent).wait()
         return into
 
     def _routes_in(self, dtype: torch.dtype) -> list[Route]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import Placement
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.buffer import FlatBuffer, uses_of
 
 
 class SlotBuffer(FlatBuffer):
@@ -142,21 +142,11 @@ class SlotBuffer(FlatBuffer):
 
     def _settle(self, index: int) -> None:
         tensor = self._tensors[index]
-        storage = tensor.untyped_storage()
-        if _use_count(storage._cdata) > _OWN_COUNT or storage.nbytes() != tensor.nbytes:
+        if uses_of(tensor) > _OWN_COUNT or tensor.untyped_storage().nbytes() != tensor.nbytes:
             self._tensors[index] = tensor.clone()
 
     def storages(self) -> list[Tensor]:
         return [tensor for tensor in self._tensors if tensor is not self._nothing]
 
 
-_use_count = torch._C._storage_Use_Count
-
-
-def _own_count() -> int:
-    """The count of references to a storage that has one tensor, and the object that asks for it."""
-    tensor = torch.empty(1, device="cpu")
-    return int(_use_count(tensor.untyped_storage()._cdata))
-
-
-_OWN_COUNT = _own_count()
+_OWN_COUNT = uses_of(torch.empty(1, device="cpu"))
