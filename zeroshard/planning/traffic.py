@@ -16,7 +16,6 @@ import torch
 
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.packets import packet_sizes
-from zeroshard.layout.pool_plan import PoolPlan
 from zeroshard.model.paths import parent
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
@@ -97,7 +96,7 @@ class Gathered:
             return cls(Counter(), frozenset())
         units, stay = training.units, _places_that_stay(training, counts)
         calls = assumed_calls(units) if calls is None else calls
-        key = "gathers", _alike(units), frozenset(map(repr, stay)), counts.micro_batches, calls.events
+        key = "gathers", _alike(units), frozenset(stay), counts.micro_batches, calls.events
         found, apart = once(key, (), lambda: _replayed(units, calls, counts.micro_batches, stay))
         events = Counter[CommEvent]()
         for number, phase, times in found:
@@ -117,7 +116,7 @@ def _alike(units: Sequence[PlannedUnit]) -> Hashable:
 
 
 def _replayed(
-    units: Sequence[PlannedUnit], calls: Calls, micro_batches: int, stay: Collection[Hashable]
+    units: Sequence[PlannedUnit], calls: Calls, micro_batches: int, stay: Collection[int]
 ) -> tuple[list[tuple[int, str, int]], frozenset[str]]:
     """The gathers of a step, each with the number of its unit, phase, and how many; and `Gathered.apart`."""
     replay, number_of = Replay(units, calls), {unit.spec.name: number for number, unit in enumerate(units)}
@@ -126,7 +125,7 @@ def _replayed(
         found, before = Counter(), found
         for unit, phase, times in _gathered_in_a_step(replay, micro_batches):
             found[number_of[unit.spec.name], phase] += times
-        replay.step(stay.__contains__)
+        replay.step(stay)
         if found == before:
             break
     return [(*key, times) for key, times in found.items()], frozenset(replay.apart())
@@ -164,17 +163,15 @@ def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
     return Calls((*events, Event("end", 0, 0, -1), *reversed(grads)), number_of)
 
 
-def _places_that_stay(training: Training, counts: StepCounts) -> set[Hashable]:
-    """The pool buffers of weights that stay held through a step (on a CPU, if they are small): what a frozen unit has
-    gathered there stays valid."""
+def _places_that_stay(training: Training, counts: StepCounts) -> set[int]:
+    """The numbers of the pool buffers of weights that stay held through a step (on a CPU, if they are small): what a
+    frozen unit has gathered there stays valid."""
     if training.topology.device_type != "cpu":
         return set()
-    plan = PoolPlan.for_weights(unit.spec.weight_request(unit.layout.numel) for unit in training.units)
-    places = [*plan.own, *((queue, n) for queue, (count, _) in plan.shared.items() for n in range(count))]
     buffers = training.pool(no_sync=counts.micro_batches > counts.reductions)
     rests = {id(buffer) for buffer in resting(buffers, training.topology.device_type)}
     of_weights = [buffer for buffer in buffers if buffer.kind == "ring"]
-    return {place for place, buffer in zip(places, of_weights, strict=True) if id(buffer) in rests}
+    return {number for number, buffer in enumerate(of_weights) if id(buffer) in rests}
 
 
 # The step -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -45,7 +45,7 @@ def in_backward() -> bool:
 
 def _during() -> During:
     """The phase of a call that is made now."""
-    return "backward" if in_backward() else "forward"
+    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
 
 class Order:
@@ -64,6 +64,11 @@ class Order:
         self._followers: dict[tuple[During, Unit | None, Unit | None] | tuple[During, Unit | None], Unit | None] = {}
         self._last: tuple[During, Unit | None, Unit | None] = ("forward", None, None)  # the last two units of a pass
 
+    @property
+    def state(self) -> Hashable:
+        """What it depends on, which unit follows."""
+        return self._last, frozenset(self._followers.items())
+
     def follow(self, unit: Unit, during: During) -> Unit | None:
         """Note that the unit follows the last one. Returns the unit that followed it last time."""
         before, _, previous = self._last
@@ -81,12 +86,14 @@ class Gatherer:
     Attributes:
         number_of: unit -> the number of its last gather.
         before_wait: called before this rank waits for peers that are not at a gather yet.
+        turns: which unit uses which pool buffer.
     """
 
+    during = staticmethod(_during)
+
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
-        self.units = units
-        self.collectives = collectives
-        self._order = Order()
+        self.units, self.collectives = units, collectives
+        self.order = Order()
         self._protected: tuple[Unit, ...] = ()
         self._called: set[Unit] = set()  # units whose modules ran since their last update
         self._uncalled: set[Unit] = set()  # units updated twice without a call in between: other modules use them
@@ -103,7 +110,7 @@ class Gatherer:
             for unit in units
             if unit.weights.buffer.borrows
         }
-        self._turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
+        self.turns = Turns(pool, "ring", PoolPlan.for_weights(requests.values()), requests, self)
         # A read may be in a frame that torch.compile has compiled up to here; it must not compile what it calls.
         bring = torch.compiler.disable(_bring)  # type: ignore[no-untyped-call]
         for unit in units:
@@ -129,7 +136,7 @@ class Gatherer:
             unit.weights.in_use += 1
         if not self._parts_behind and all(unit.weights.shown for unit in gathers):
             return
-        during = _during()
+        during = self.during()
         with torch.no_grad():
             if len(gathers) < len(units):
                 self._start_parts(None, during)
@@ -144,11 +151,11 @@ class Gatherer:
         with torch.no_grad():
             for unit in units:
                 if not unit.weights.shown:
-                    self._unshard(unit, _during())
+                    self._unshard(unit, self.during())
 
     def put_away(self, units: Sequence[Unit]) -> None:
         """Hide the units that no forward needs any more, if they only borrow their full weights."""
-        for unit in units if not in_backward() else ():
+        for unit in units if self.during() == "forward" else ():
             if unit.weights.is_passing:
                 unit.weights.put_away()
 
@@ -194,7 +201,7 @@ class Gatherer:
             RuntimeError: another unit takes turns in one of the buffers.
         """
         for unit in units:
-            if not self._turns.is_alone(unit):
+            if not self.turns.is_alone(unit):
                 raise InvalidState(
                     f"create_graph: a gradient of a gradient needs the weights of unit {unit.name} again, and under "
                     "this plan those of other units replace them in memory. Run forward and both backwards inside "
@@ -282,7 +289,7 @@ class Gatherer:
         if unit.weights.buffer.borrows:
             if is_own_thread and unit.weights.in_use:
                 with torch.no_grad():
-                    self._unshard(unit, _during())
+                    self._unshard(unit, self.during())
         elif is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
                 unit.weights.arrive()
@@ -292,7 +299,7 @@ class Gatherer:
     def forget_order(self) -> None:
         """Forget which unit follows which, and drop what is gathered: the ranks have run different forwards (in a
         join), and begin anew alike."""
-        self._order = Order()
+        self.order = Order()
         for unit in self.units:
             if unit.weights.is_passing:
                 unit.weights.drop()
@@ -359,7 +366,7 @@ class Gatherer:
         weights.show()
         if unit.spec.is_part:
             return
-        follower = self._order.follow(unit, during)
+        follower = self.order.follow(unit, during)
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
 
@@ -390,8 +397,9 @@ class Gatherer:
 
     def _prefetch(self, unit: Unit, during: During, current: Unit) -> None:
         """Start to gather a unit, unless the occupant of its buffer is still needed."""
-        occupant = self._turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
-        if occupant is None or occupant is unit or not self._needed(occupant, current):
+        occupant = self.turns.assigned(unit).occupant if unit.weights.buffer.borrows else None
+        protected = occupant is current or occupant in self._protected
+        if occupant in (None, unit) or not (protected or occupant.weights.in_use > 0):
             self.start(unit, during)
 
     def start(self, unit: Unit, during: During) -> None:
@@ -405,7 +413,7 @@ class Gatherer:
             unit.weights.gather(self.collectives, during)
             return
         # Always the same buffer, even if another one is free: see [Note: storage that autograd holds] in `weights.py`.
-        buffer = self._turns.assigned(unit)
+        buffer = self.turns.assigned(unit)
         if buffer.occupant is not None and buffer.occupant is not unit:
             # [Note: who may take over a pool buffer]
             # The occupant's values are overwritten. A running forward still computes with them, so a unit that runs
@@ -413,7 +421,7 @@ class Gatherer:
             # and it gathers units that are not resident (`gather_for_backward`). So `in_use` is the only condition.
             if buffer.occupant.weights.in_use:
                 why = f"unit {unit.name}, which runs inside another one and so can't take turns with it,"
-                buffer = self._turns.give(unit, why)
+                buffer = self.turns.give(unit, why)
             elif buffer.occupant.weights.state is not Residency.SHARDED:
                 self._before_waiting_for(buffer.occupant.weights)
                 buffer.occupant.weights.make_room()
@@ -422,9 +430,6 @@ class Gatherer:
         if full is None:
             full = buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype)
         unit.weights.gather(self.collectives, during, full)
-
-    def _needed(self, occupant: Unit, current: Unit) -> bool:
-        return occupant is current or occupant in self._protected or occupant.weights.in_use > 0
 
 
 def _parts_behind(units: Sequence[Unit]) -> dict[Unit | None, list[Unit]]:
