@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from zeroshard.checkpoint import Reader, reader
+from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.commit import combined, file_name, merged, part_of, sizes_of
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, Manifest, Run, TensorEntry, joined
 from zeroshard.checkpoint.writer import FilePlan, Item, write_with_index
+from zeroshard.io import tensor_file
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planning.disk import _runs_of
@@ -101,7 +102,7 @@ def test_what_many_ranks_have_written_is_read(step: Path) -> None:
 
 
 def test_only_the_indices_that_are_needed_are_read(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MAX_OPEN_FILES", 2)
+    monkeypatch.setattr(tensor_file, "MAX_OPEN_FILES", 2)
     with Reader(step) as opened:
         opened.tensor("model/last")
         assert list(opened._indices) == [(1000 + 1 + 2170) // 50]  # 50 elements a shard

@@ -33,6 +33,7 @@ from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange import export, export_dcp, import_dcp
 from zeroshard.exchange.dcp_folder import DcpFolder
+from zeroshard.io import tensor_file
 from zeroshard.io.values import decode
 from zeroshard.layout.interval import Interval
 from zeroshard.testing import run_ranks
@@ -545,6 +546,14 @@ def read_everything(foreign: DcpFolder) -> None:
         if tensor.numel:
             foreign.read(name, Interval(0, 1))
             foreign.read(name, Interval(0, tensor.numel))
+
+
+def test_more_files_than_a_process_may_open_are_read(fsdp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "MAX_OPEN_FILES", 1)
+    assert len(list((fsdp / "nested").glob("*.distcp"))) > 1
+    with DcpFolder(fsdp / "nested") as foreign:
+        read_everything(foreign)
+        assert len(foreign._open) == 1
 
 
 def test_fuzzed_folders(fsdp: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -25,15 +24,12 @@ from zeroshard.checkpoint.manifest import (
     digest_in,
 )
 from zeroshard.io.checked import checking, reading, refuse
-from zeroshard.io.tensor_file import bytes_of, read_whole
+from zeroshard.io.tensor_file import OpenFiles, bytes_of, read_whole
 from zeroshard.layout.interval import Interval
 
-MAX_OPEN_FILES = 256
-"""A process may open about a thousand files; the step of a large run has more."""
 
-
-class Reader:
-    """An open step folder; files are opened when they are first needed. Use it in a `with` statement.
+class Reader(OpenFiles):
+    """An open step folder. Use it in a `with` statement.
 
     Attributes:
         manifest: decoded and checked.
@@ -45,9 +41,9 @@ class Reader:
     """
 
     def __init__(self, folder: Path | str) -> None:
+        super().__init__()
         self.folder = folder = Path(folder)
         self.num_bytes = 0
-        self._open: dict[int, int] = {}
         self._indices: dict[int, Index] = {}
         self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         self._held: tuple[int, int] | None = None  # file and offset of the block in `_block`
@@ -65,13 +61,6 @@ class Reader:
             if step_of(folder.name) not in (None, self.manifest.step):
                 refuse(f"is that of step {self.manifest.step}, in the folder of another")
         self._written = self.manifest  # `manifest` may get other names of tensors
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def entry(self, name: str) -> TensorEntry:
         if name not in self.manifest.tensors:
@@ -175,22 +164,20 @@ class Reader:
 
     def _file(self, number: int) -> int:
         """A descriptor of the file, whose size and header have been checked."""
-        if number not in self._open:
-            index, entry = self._index(number), self._written.files[number]
-            while len(self._open) >= MAX_OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            path = self.folder / entry.name
-            with self._checking(path):
-                file = files.open_plain(path)
-                self._open[number] = file
-                size = os.fstat(file).st_size
-                if size != entry.num_bytes:
-                    refuse(f"has {size} bytes, expected {entry.num_bytes}")
-                header = bytearray(index.header_bytes)
-                files.fill(file, memoryview(header), 0)
-                if digest_of(header) != index.digest:
-                    refuse("is damaged, or of another checkpoint: its header has another digest")
-        return self._open[number]
+        index, entry = self._index(number), self._written.files[number]
+
+        def check(file: int) -> None:
+            size = os.fstat(file).st_size
+            if size != entry.num_bytes:
+                refuse(f"has {size} bytes, expected {entry.num_bytes}")
+            header = bytearray(index.header_bytes)
+            files.fill(file, memoryview(header), 0)
+            if digest_of(header) != index.digest:
+                refuse("is damaged, or of another checkpoint: its header has another digest")
+
+        path = self.folder / entry.name
+        with self._checking(path):
+            return self.opened(path, check)
 
     @contextmanager
     def _checking(self, path: Path) -> Iterator[None]:

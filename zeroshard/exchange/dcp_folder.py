@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from zeroshard.checkpoint import files
 from zeroshard.exchange.dcp_metadata import DTYPES_BY_NAME, METADATA, Box, Boxed, Slice, read_metadata
 from zeroshard.exchange.pickles import Name, Persistent, Recipe, read_pickle
 from zeroshard.io.checked import MAX_NUMEL, CheckpointError, integer, reading, refuse, short, typed
-from zeroshard.io.tensor_file import are_defined, bytes_of
+from zeroshard.io.tensor_file import OpenFiles, are_defined, bytes_of
 from zeroshard.layout.interval import Interval
 
 MAX_ITEMS = 1_000_000
@@ -79,7 +78,7 @@ _OF_DAMAGE = (
 )
 
 
-class DcpFolder:
+class DcpFolder(OpenFiles):
     """An open folder. Use it in a `with` statement.
 
     Attributes:
@@ -91,17 +90,10 @@ class DcpFolder:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
-        self._open: dict[str, int] = {}
         self._held: tuple[str, Tensor | list[_Strided]] | None = None  # name and places (or values) of the last tensor
         self.tensors, self.values = read_metadata(folder / METADATA)
-
-    def __enter__(self) -> DcpFolder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def value(self, name: str) -> Any:
         """A value: numbers, strings, dtypes, and lists, tuples, dicts, sets and counters of them; other objects as
@@ -192,10 +184,8 @@ class DcpFolder:
             raise CheckpointError(f"{where}: not what torch.save writes: {error!r:.100}") from None
 
     def _file(self, name: str) -> int:
-        if name not in self._open:
-            with reading(self.folder / name):
-                self._open[name] = files.open_plain(self.folder / name)
-        return self._open[name]
+        with reading(self.folder / name):
+            return self.opened(self.folder / name)
 
 
 class _Window(io.RawIOBase):

@@ -13,11 +13,12 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from zeroshard.io.checked import CheckpointError, checking, integer, parse_json,
 from zeroshard.layout.interval import Interval
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+MAX_OPEN_FILES = 256
+"""A process may open about a thousand files; what a large run has written has more."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -168,6 +171,33 @@ def open_plain(path: Path, *, follow_links: bool = False) -> int:
         os.close(file)
         raise OSError(f"{path} is not a plain file")
     return file
+
+
+class OpenFiles:
+    """Descriptors of plain files, which are opened when they are first needed. Use it in a `with` statement."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def opened(self, path: Path, check: Callable[[int], None] = lambda file: None) -> int:
+        """A descriptor for reading, valid until the next call. `check` is called with one that was opened now.
+
+        Raises:
+            OSError: as `open_plain`.
+        """
+        if path not in self._open:
+            while len(self._open) >= MAX_OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[path] = open_plain(path)
+            check(self._open[path])
+        return self._open[path]
 
 
 def expect_file_name(name: Any, *, reserved: str = "") -> str:
