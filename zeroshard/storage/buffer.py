@@ -76,7 +76,8 @@ class Cut:
         whole = _as_another_storage(full) if lent else full
         # `detach`: else these would be views for autograd, and `p.grad.detach_()`, which scripts call, would raise.
         slots = [whole[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
-        return cls(full, whole, slots, [full[interval.slice] for interval in layout.padding], uses_of(whole))
+        padding = [full[interval.slice] for interval in layout.padding]
+        return cls(full, whole, slots, padding, uses_of(whole.untyped_storage()))
 
 
 class FlatBuffer:
@@ -275,14 +276,14 @@ class FlatBuffer:
 
     def num_uses(self) -> int:
         """How many tensors lie in the memory of `views`."""
-        return uses_of(self._cut_up().whole)
+        return uses_of(self._cut_up().whole.untyped_storage())
 
     @property
     def is_lent(self) -> bool:
         """Whether others keep tensors in the memory of `views`, if parameters have none there; False where it is not
         known ([Note: lent views])."""
         cut = self._cut
-        return cut is not None and cut.whole is not cut.full and uses_of(cut.whole) > cut.own_uses
+        return cut is not None and cut.whole is not cut.full and uses_of(cut.whole.untyped_storage()) > cut.own_uses
 
     def renew_view(self, index: int) -> None:
         """From now on, `views` has another tensor for that slot: somebody keeps this one."""
@@ -392,9 +393,10 @@ class FlatBuffer:
         return [] if self.is_guest else [self._storage]
 
 
-def uses_of(tensor: Tensor) -> int:
-    """How many tensors lie in its storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def uses_of(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie in it, and one more for this object."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
 
 
 def _as_another_storage(tensor: Tensor) -> Tensor:

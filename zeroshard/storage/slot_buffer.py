@@ -12,7 +12,7 @@ one that is not the only one in its storage, or that does not fill it, is copied
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -65,7 +65,7 @@ class SlotBuffer(FlatBuffer):
 
     def add(self, index: int, value: Tensor) -> None:
         if index in self._fresh:  # two gradients in one backward
-            self._settle(index)
+            self._settle([index])
         super().add(index, value)
 
     def clear(self, index: int) -> None:
@@ -73,7 +73,7 @@ class SlotBuffer(FlatBuffer):
             slot = self.layout.slots[index]
             self._tensors[index] = torch.zeros(slot.shape, dtype=self.dtype, device=self.shard.device)
         else:
-            self._settle(index)
+            self._settle([index])
             self._tensors[index].zero_()
 
     def clear_all(self) -> None:
@@ -131,8 +131,7 @@ class SlotBuffer(FlatBuffer):
         """See [Note: whose memory a gradient is]."""
         if not self._fresh:
             return
-        for index in self._fresh:
-            self._settle(index)
+        self._settle(self._fresh)
         self._fresh.clear()
         self._flat.clear()  # the storages of tensors that others have replaced
         self._note_most()
@@ -140,13 +139,16 @@ class SlotBuffer(FlatBuffer):
     def _note_most(self) -> None:
         self.most = max(self.most, sum([tensor.nbytes for tensor in self._tensors]))
 
-    def _settle(self, index: int) -> None:
-        tensor = self._tensors[index]
-        if uses_of(tensor) > _OWN_COUNT or tensor.untyped_storage().nbytes() != tensor.nbytes:
-            self._tensors[index] = tensor.clone()
+    def _settle(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            tensor = self._tensors[index]
+            storage = tensor.untyped_storage()
+            if uses_of(storage) > _OWN_COUNT or storage.nbytes() != tensor.nbytes:
+                self._tensors[index] = tensor.clone()
 
     def storages(self) -> list[Tensor]:
         return [tensor for tensor in self._tensors if tensor is not self._nothing]
 
 
-_OWN_COUNT = uses_of(torch.empty(1, device="cpu"))
+_ALONE = torch.empty(1, device="cpu")
+_OWN_COUNT = uses_of(_ALONE.untyped_storage())
