@@ -304,12 +304,54 @@ def test_options_that_are_found_by_the_parameter_itself_are_refused(rank: int) -
         assert optimizer.step().applied
 
 
+class Normalizes(OfAGradient):
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+
+class Divides(Normalizes):
+    """As the distributed Muon: each rank steps every n-th parameter, and they gather the results."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        for group in self.param_groups:
+            params = group["params"]
+            padded = [*params, *(torch.empty_like(params[-1]) for _ in range(-len(params) % ranks))]
+            for first in range(0, len(padded), ranks):
+                if first + rank < len(params):
+                    p = params[first + rank]
+                    p.sub_(self.update({}, p, p.grad), alpha=group["lr"])
+                dist.all_gather(padded[first : first + ranks], padded[first + rank])
+
+
 @pytest.mark.by_gloo  # a group that is written in Python calls its collectives without torch's dispatcher
 @on_ranks(2)
 def test_a_class_that_communicates_is_refused_on_every_rank(rank: int) -> None:
+    """Declared, the distributed Muon gathered parameters of which each rank had others, in silence."""
     handle = zeroshard.shard(make(Net), "zero1")
-    with pytest.raises(ValueError, match=r"Talks cannot be sharded: .*its step\(\) communicates with other ranks"):
-        zeroshard.ShardedOptimizer(handle, Talks, lr=0.1)
+    for of_class in (Talks, Divides):
+        for declared in (None, True, False):
+            with pytest.raises(ValueError, match=rf"{of_class.__name__} cannot be sharded: .*communicates with other"):
+                zeroshard.ShardedOptimizer(handle, of_class, lr=0.1, elementwise=declared)
+
+
+@pytest.mark.by_gloo
+@on_ranks(2)
+def test_under_ddp_a_class_that_communicates_has_all_parameters(rank: int) -> None:
+    """A trial on matrices of two shapes failed in its collective, and the message was about graphs of gradients."""
+
+    def trained(optimizer_class: type[OfAGradient]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+        handle = zeroshard.shard(model, "ddp")
+        optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, lr=0.1)
+        for step in range(2):
+            model(torch.full((2, 6), 1.0 + rank + step)).square().sum().backward()
+            optimizer.step()
+        return handle.full_state_dict()
+
+    assert largest_difference(trained(Divides), trained(Normalizes)) == 0
 
 
 class ByGroup(torch.optim.Optimizer):

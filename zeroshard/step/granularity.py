@@ -93,6 +93,10 @@ def granularity_of(
         return declared or listed
     tried = _Tried(optimizer_class, options)
     with trial():
+        if any(_communicates(one) for one in _of_kinds(tried, groups)):
+            if sharded:
+                _refuse_communicating(tried)
+            return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
         asked = _asked_for(tried, parameters)
         if asked and declared is Granularity.ELEMENT:
             raise InvalidValue(
@@ -191,15 +195,13 @@ class _Tried:
 
 
 def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
-    watching, of_all = _Watching(), _Watching()
+    watching = _Watching()
     try:
-        together = _try_out(tried, of_all, apart=False)
+        together = _try_out(tried, apart=False)
         one_by_one = _try_out(tried, watching)
     except InvalidValue:
         raise
     except Exception as error:
-        if of_all.communicates:
-            _refuse_to_communicate(tried, error)
         _expect_not_for_want_of_a_closure(tried, error)
         _expect_not_for_want_of_a_graph(tried, error)
         raise InvalidValue(
@@ -207,7 +209,7 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
             "if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if sharded and watching.communicates:
-        _refuse_to_communicate(tried)
+        _refuse_communicating(tried)
     found = together.settings ^ one_by_one.settings
     if sharded and found:
         raise InvalidValue(
@@ -229,16 +231,6 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER
 
 
-def _refuse_to_communicate(tried: _Tried, error: Exception | None = None) -> NoReturn:
-    """`error`: of a trial of the class."""
-    raise InvalidValue(
-        f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
-        + (f"other parameters (a trial raised {error!r})" if error else "other parameters")
-        + ". Use the version of it for a single device, if there is one (SingleDeviceMuon in place of Muon), or "
-        + ("another optimizer" if error else 'the plan "ddp"')
-    ) from error
-
-
 def _of_all_parameters(tried: _Tried, together: _Outcome, *, sharded: bool) -> Granularity:
     """Of a class that does something else to one parameter where there are others. `together`: a trial with others."""
     if not _close(together, _try_out(tried, apart=False)):
@@ -258,6 +250,28 @@ def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
     except Exception:
         return Granularity.PARAMETER
     return _by_trial(tried, sharded=sharded)
+
+
+def _of_kinds(tried: _Tried, groups: Sequence[Options]) -> list[_Tried]:
+    """The class with its defaults, and with the options of the groups, unless they differ only in numbers."""
+    kinds = {repr(kinds_of(group)): group for group in groups}
+    return [tried, *(replace(tried, of_group=group) for group in kinds.values())]
+
+
+def _communicates(tried: _Tried) -> bool:
+    """Whether the first step does, also if it fails there."""
+    watching = _Watching()
+    with suppress(Exception), watching:  # other trials tell of it
+        _step_once(tried)
+    return watching.communicates
+
+
+def _refuse_communicating(tried: _Tried) -> NoReturn:
+    raise InvalidValue(
+        f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
+        "other parameters. Use its variant for one process, as zeroshard divides the parameters among the ranks "
+        '(torch.optim.Muon, or SingleDeviceMuon of muon), or the plan "ddp"'
+    )
 
 
 def _unlike(tried: _Tried, groups: Sequence[Options]) -> Iterator[Options]:
@@ -424,11 +438,11 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.combines = self.communicates = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.communicates |= "c10d" in func.namespace  # before the call, which may raise
+        self.communicates |= "c10d" in func.namespace  # before the call, which may fail
         result = func(*args, **(kwargs or {}))
         inputs = max((tensor.numel() for tensor in tensors_in((args, kwargs))), default=0)
-        if "c10d" in func.namespace or func.namespace == "profiler":
-            pass  # (torch's own classes have a label around each step, for its profiler)
+        if "c10d" in func.namespace or func.namespace == "profiler":  # torch's classes have a label around each step
+            pass
         elif func.namespace != "aten":
             self.combines = True
         elif inputs > 1 and not func.is_view and not func.overloadpacket.__name__.startswith("new_"):
