@@ -321,8 +321,14 @@ class Divides(Normalizes):
             for first in range(0, len(padded), ranks):
                 if first + rank < len(params):
                     p = params[first + rank]
-                    p.sub_(self.update({}, p, p.grad), alpha=group["lr"])
+                    p.sub_(self.update(self.state[p], p, p.grad), alpha=group["lr"])
                 dist.all_gather(padded[first : first + ranks], padded[first + rank])
+
+
+class DividesState(Divides):
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        state["momentum"] = state.get("momentum", 0) + grad
+        return super().update(state, p, state["momentum"])
 
 
 @pytest.mark.by_gloo  # a group that is written in Python calls its collectives without torch's dispatcher
@@ -336,14 +342,28 @@ def test_a_class_that_communicates_is_refused_on_every_rank(rank: int) -> None:
                 zeroshard.ShardedOptimizer(handle, of_class, lr=0.1, elementwise=declared)
 
 
+def of_three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+
+
+@pytest.mark.by_gloo
+@on_ranks(2)
+def test_under_ddp_the_state_may_not_be_on_other_ranks(rank: int) -> None:
+    """A checkpoint left it out, in silence, and `optimizer.state_dict()` raised a KeyError."""
+    handle = zeroshard.shard(of_three(), "ddp")
+    for declared in (None, False):
+        with pytest.raises(ValueError, match=r"DividesState cannot be sharded: .*the state of a parameter on one rank"):
+            zeroshard.ShardedOptimizer(handle, DividesState, lr=0.1, elementwise=declared)
+
+
 @pytest.mark.by_gloo
 @on_ranks(2)
 def test_under_ddp_a_class_that_communicates_has_all_parameters(rank: int) -> None:
     """A trial on matrices of two shapes failed in its collective, and the message was about graphs of gradients."""
 
     def trained(optimizer_class: type[OfAGradient]) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))
+        model = of_three()
         handle = zeroshard.shard(model, "ddp")
         optimizer = zeroshard.ShardedOptimizer(handle, optimizer_class, lr=0.1)
         for step in range(2):

@@ -93,9 +93,12 @@ def granularity_of(
         return declared or listed
     tried = _Tried(optimizer_class, options)
     with trial():
-        if any(_communicates(one) for one in _of_kinds(tried, groups)):
+        kinds = _of_kinds(tried, groups)
+        if any(_communicates(one) for one in kinds):
             if sharded:
-                _refuse_communicating(tried)
+                _refuse_communicating(tried, "each rank steps other parameters")
+            if any(_shares_out(one) for one in kinds):
+                _refuse_communicating(tried, "keeps the state of a parameter on one rank, where no checkpoint finds it")
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
         asked = _asked_for(tried, parameters)
         if asked and declared is Granularity.ELEMENT:
@@ -209,7 +212,7 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
             "if it updates every element on its own, elementwise=False if it needs whole parameters"
         ) from error
     if sharded and watching.communicates:
-        _refuse_communicating(tried)
+        _refuse_communicating(tried, "each rank steps other parameters")
     found = together.settings ^ one_by_one.settings
     if sharded and found:
         raise InvalidValue(
@@ -266,11 +269,23 @@ def _communicates(tried: _Tried) -> bool:
     return watching.communicates
 
 
-def _refuse_communicating(tried: _Tried) -> NoReturn:
+def _shares_out(tried: _Tried, count: int = 128) -> bool:
+    """Whether the first step leaves the state of some of `count` parameters on this rank, and of others elsewhere."""
+    tensors = [torch.ones(4, 6, device="cpu", requires_grad=True) for _ in range(count)]
+    for tensor in tensors:
+        tensor.grad = torch.ones_like(tensor)
+    with suppress(Exception):  # other trials tell of it
+        optimizer = tried.over(tensors)
+        run_step(optimizer)
+        return 0 < sum(bool(optimizer.state.get(tensor)) for tensor in tensors) < count
+    return False
+
+
+def _refuse_communicating(tried: _Tried, why: str) -> NoReturn:
     raise InvalidValue(
-        f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and each rank steps "
-        "other parameters. Use its variant for one process, as zeroshard divides the parameters among the ranks "
-        '(torch.optim.Muon, or SingleDeviceMuon of muon), or the plan "ddp"'
+        f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and {why}. Use its "
+        "variant for one process, as zeroshard divides the parameters among the ranks (torch.optim.Muon, SingleDeviceMuon of muon); "
+        'or the plan "ddp", if all ranks keep the same state'
     )
 
 
