@@ -284,7 +284,8 @@ def _shares_out(tried: _Tried, count: int = 128) -> bool:
 def _refuse_communicating(tried: _Tried, why: str) -> NoReturn:
     raise InvalidValue(
         f"{tried.name} cannot be sharded: its step() communicates with other ranks by itself, and {why}. Use its "
-        "variant for one process, as zeroshard divides the parameters among the ranks (torch.optim.Muon, SingleDeviceMuon of muon); "
+        "variant for one process, as zeroshard divides the parameters among the ranks (torch.optim.Muon, "
+        "SingleDeviceMuon of muon); "
         'or the plan "ddp", if all ranks keep the same state'
     )
 
