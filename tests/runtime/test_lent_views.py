@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import grid
 from tests.kit import DEVICE, PLANS, travelling
+from tests.together import on_ranks
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.testing import run_ranks
 
@@ -38,7 +40,14 @@ class Training:
         self.optimizer.zero_grad()
 
 
-def _kept(rank: int, plan: zeroshard.Plan, way: str, precision: str | None) -> None:
+KEPT = [(*case, 3 if case[1] == "pairwise" else 2) for case in grid(FULL, WAYS, [None, "bf16"])]
+
+
+@pytest.mark.parametrize(("plan", "way", "precision", "ranks"), KEPT)
+@on_ranks("ranks")
+def test_kept_tensors_have_the_values_of_the_last_step(
+    rank: int, plan: zeroshard.Plan, way: str, precision: str | None, ranks: int
+) -> None:
     with travelling(way):
         training = Training(rank, plan, precision)
         state, view = training.model.state_dict(), training.weight.t()[1:5]
@@ -58,14 +67,9 @@ def _kept(rank: int, plan: zeroshard.Plan, way: str, precision: str | None) -> N
         assert torch.equal(training.handle.gradient("0.weight").to(DEVICE).float(), gradient)
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plan", FULL, ids=repr)
-def test_kept_tensors_have_the_values_of_the_last_step(plan: zeroshard.Plan, way: str, precision: str | None) -> None:
-    run_ranks(_kept, 3 if way == "pairwise" else 2, plan, way, precision)
-
-
-def _not_waited_for(rank: int, way: str) -> tuple[int, int]:
+@on_ranks(2)
+def test_only_units_of_which_tensors_are_kept_are_waited_for(rank: int, way: str) -> None:
     with travelling(way):
         training = Training(rank, zeroshard.ZERO2)
         training.step()
@@ -76,15 +80,12 @@ def _not_waited_for(rank: int, way: str) -> tuple[int, int]:
         training.step()
         still = sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
         del kept
-        return hidden, still
+        assert (hidden, still) == (4, 2)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_only_units_of_which_tensors_are_kept_are_waited_for(way: str) -> None:
-    assert run_ranks(_not_waited_for, 2, way) == [(4, 2)] * 2
-
-
-def _one_rank_keeps(rank: int, way: str) -> None:
+@on_ranks(2)
+def test_one_rank_may_keep_a_tensor(rank: int, way: str) -> None:
     with travelling(way):
         training = Training(rank, zeroshard.ZERO1)
         kept = training.weight.detach() if rank == 1 else None
@@ -97,22 +98,14 @@ def _one_rank_keeps(rank: int, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_one_rank_may_keep_a_tensor(way: str) -> None:
-    run_ranks(_one_rank_keeps, 2, way)
-
-
-def _loaded(rank: int, way: str) -> None:
+@on_ranks(2)
+def test_kept_tensors_have_values_that_are_loaded(rank: int, way: str) -> None:
     with travelling(way):
         training = Training(rank, zeroshard.ZERO2)
         kept = training.weight.detach()
         state = {name: torch.full_like(value, 3.0) for name, value in training.handle.full_state_dict().items()}
         training.handle.load_full_state_dict(state)
         assert torch.equal(kept, torch.full_like(kept, 3.0))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_kept_tensors_have_values_that_are_loaded(way: str) -> None:
-    run_ranks(_loaded, 2, way)
 
 
 def test_what_is_kept_and_not_waited_for_is_old() -> None:
@@ -130,7 +123,9 @@ def _not_waited_for_at_all(rank: int) -> int:
         return sum(type(parameter) is not nn.Parameter for parameter in training.model.parameters())
 
 
-def _parked(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_the_memory_of_kept_tensors_is_not_freed_by_park(rank: int, way: str) -> None:
     with travelling(way):
         training = Training(rank, zeroshard.ZERO2)
         kept = training.weight.detach()
@@ -142,8 +137,3 @@ def _parked(rank: int, way: str) -> None:
         assert torch.equal(kept, training.handle.full_state_dict()["0.weight"].to(DEVICE))
         if way != "shared":  # where nothing is resized
             assert sorted(map(bool, freed)) == [False, True]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_memory_of_kept_tensors_is_not_freed_by_park(way: str) -> None:
-    run_ranks(_parked, 2, way)
