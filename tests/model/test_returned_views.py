@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, Job, beside_one_process, make, same_bits, train, train_reference, travelling
 from tests.together import on_ranks
 from zeroshard.runtime import schedule
 from zeroshard.testing import run_ranks
 
-WIDTH, BLOCKS = 8, 5
+WIDTH, BLOCKS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,17 @@ def job(name: str) -> Job:
 
 @pytest.mark.by_cpu
 def test_they_keep_their_values() -> None:
+    """By default every third view under ZERO2 as well."""
+    plans = {name: PLANS[2 if EVERYTHING or at % 3 == 0 else 3 :] for at, name in enumerate(VIEWS)}
+
     def of_rank(rank: int) -> Any:
         with travelling("pairwise"):
-            return {name: [train(job(name), plan, rank) for plan in PLANS[2:]] for name in VIEWS}
+            return {name: [train(job(name), plan, rank) for plan in plans[name]] for name in VIEWS}
 
     truth, ranks = beside_one_process(lambda: {name: train_reference(job(name), 2) for name in VIEWS}, of_rank, 2)
     for name in VIEWS:
         for outcome, of_rank_found in zip(truth[name], ranks, strict=True):
-            for plan, found in zip(PLANS[2:], of_rank_found[name], strict=True):
+            for plan, found in zip(plans[name], of_rank_found[name], strict=True):
                 assert found.losses == outcome.losses, (name, plan)
                 assert same_bits(found.weights, outcome.weights), (name, plan)
 
@@ -239,7 +243,7 @@ def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
         model = make(lambda: nn.ModuleList(Keeps(how, where) for _ in range(BLOCKS)))
         handle = zeroshard.shard(model, plan, units=Keeps)
         optimizer, losses = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), []
-        for step in range(3):
+        for step in range(2):
             x, into = data(0, step), dict[str, Tensor]()
             for block in model:
                 x = block(x, into)
@@ -251,17 +255,24 @@ def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
         return losses
 
 
+def ways_of(number: int) -> list[tuple[str, str]]:
+    """Plans and transports: of ZERO2, whose weights stay; of ZERO3 without shared memory; every third time with it."""
+    return [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")][
+        : 3 if EVERYTHING or number % 3 == 0 else 2
+    ]
+
+
+KEPT_WHERE = ["attribute", "attribute, once", "input", "hook"]
+
+
 @pytest.mark.by_cpu
-@pytest.mark.parametrize("where", ["attribute", "attribute, once", "input", "hook"])
-def test_kept_weights_that_autograd_does_not_follow(where: str) -> None:
+@pytest.mark.parametrize("where", KEPT_WHERE)
+@on_ranks(2)
+def test_kept_weights_that_autograd_does_not_follow(rank: int, where: str) -> None:
     """Where ranks share no memory, they had the values of other units, in silence."""
-
-    def of_rank(rank: int) -> Any:
-        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
-        return {how: [losses_of_kept(plan, how, where, way) for plan, way in ways] for how in DETACHED}
-
-    for how, (expected, *found) in run_ranks(of_rank, 2)[1].items():
-        assert found == [expected] * 2, how
+    for number, how in enumerate(DETACHED, KEPT_WHERE.index(where)):
+        expected, *found = [losses_of_kept(plan, how, where, way) for plan, way in ways_of(number)]
+        assert all(one == expected for one in found), how
 
 
 class Leaves(Block):
@@ -301,14 +312,12 @@ WAYS_LEFT = [f"{where}{saved}" for where in ("attribute", "input", "block") for 
 
 
 @pytest.mark.by_cpu
-def test_views_that_are_left_elsewhere_and_used_while_weights_are_hidden() -> None:
+@on_ranks(2)
+def test_views_that_are_left_elsewhere_and_used_while_weights_are_hidden(rank: int) -> None:
     """In an attribute or an input they had the values of another unit, and behind a block no gradient, in silence."""
 
-    def of_rank(rank: int) -> Any:
-        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
-        return {how: [gradients_through_views(plan, how, way) for plan, way in ways] for how in WAYS_LEFT}
-
-    for how, (expected, *found) in run_ranks(of_rank, 2)[1].items():
+    for number, how in enumerate(WAYS_LEFT):
+        expected, *found = [gradients_through_views(plan, how, way) for plan, way in ways_of(number // 2 + number % 2)]
         assert all(gradient.abs().sum() > 0 for gradient in expected.values()), how
         for one in found:
             assert all(torch.equal(one[name], expected[name]) for name in expected), how
@@ -387,7 +396,7 @@ def steps_with_views(plan: str, how: str, way: str) -> list[Any]:
         remover = keep_outputs(model, how)
         handle = zeroshard.shard(model, plan, units=Given)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        for step in range(3):
+        for step in range(2):
             KEPT.clear()
             with handle.unsharded() if how.endswith("in a block") and step == 0 else nullcontext():
                 loss = model(data(0, step)).square().mean()
@@ -411,14 +420,11 @@ WAYS_KEPT += ("attribute, in a block", "left by the model", "list")
 
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("how", WAYS_KEPT)
-def test_views_that_are_kept_have_their_values_and_gradients(how: str) -> None:
+@on_ranks(2)
+def test_views_that_are_kept_have_their_values_and_gradients(rank: int, how: str) -> None:
     """`how`: by what. In silence they had the values of other units, or of an earlier step where a module looks at its
     weight once, or their gradients came to other elements; `chunk` raised."""
-
-    def of_rank(rank: int) -> Any:
-        ways = [("zero2", "pairwise"), ("zero3", "pairwise"), ("zero3", "shared")]
-        return [steps_with_views(plan, how, way) for plan, way in ways]
-
-    expected, *found = run_ranks(of_rank, 2)[1]
+    ways = ways_of(WAYS_KEPT.index(how))
+    expected, *found = [steps_with_views(plan, how, way) for plan, way in ways]
     for one in found:
         assert all(same_bits(*both) for both in zip(one, expected, strict=True))
