@@ -2,9 +2,10 @@
 
     process = Forked([sys.executable, "-m", "zeroshard", "train", ...], stdout=PIPE, text=True)
 
-is `subprocess.Popen`, except that a fork of this process, which has imported everything, runs the module or script in
-place of a new interpreter. The fork has its own standard streams, environment and process id, and default signal
-handlers. A launcher's ranks are its children: forked in the same way, or, with `ranks=subprocess.Popen`, interpreters.
+is `subprocess.Popen`, except that a fork of this process, which has imported everything, runs the module, program or
+script in place of a new interpreter. The fork has its own standard streams, environment and process id, and default
+signal handlers. A launcher's ranks are its children: forked in the same way, or, with `ranks=subprocess.Popen`,
+interpreters.
 What depends on an interpreter's start or end is tested with real ones
 (`test_five_lines_and_the_command_in_an_empty_environment`, and one rank of
 `test_it_is_finished_before_the_process_ends`, of `test_a_rank_that_dies_ends_the_run` and of
@@ -40,8 +41,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 
 class Forked(subprocess.Popen):
-    """`args` begin with this interpreter, followed by `-m module` or a script, and its arguments. `ranks`: how
-    torch's launcher starts its ranks; None: forked."""
+    """`args` begin with this interpreter, followed by `-m module`, `-c program` or a script, and its arguments.
+    `ranks`: how torch's launcher starts its ranks; None: forked."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class Forked(subprocess.Popen):
         interpreter, *rest = args
         while rest[:1] == ["-u"]:
             rest.pop(0)
-        assert interpreter == sys.executable and rest[0] != "-c", args
+        assert interpreter == sys.executable, args
         # preexec_fn runs between fork and exec. `become` never returns, so there is no exec.
         environment = dict(os.environ if env is None else env)
         program = partial(become, partial(_run, rest, ranks or Forked), environment, before=before)
@@ -162,6 +163,9 @@ def _run(arguments: list[str], ranks: type[subprocess.Popen[Any]]) -> int:
                 if name not in sys.modules or not hasattr(sys.modules[name], "__path__"):
                     sys.modules.pop(name, None)  # else runpy warns that the module is imported already
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = list(arguments)
             sys.path.insert(0, str(Path(arguments[0]).resolve().parent))  # as an interpreter does, for its imports

@@ -7,11 +7,12 @@ import random
 import re
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,7 @@ import torch
 
 import zeroshard
 from tests.checkpoint.faults import StoreServer, fork, join, set_timeout
+from tests.forked import Forked
 from tests.patience import wait_until
 from tests.queueing import Queueing, queued_by_this_thread
 from zeroshard.failures import watch
@@ -51,6 +53,15 @@ def init(silence: float) -> None:
     set_timeout(timedelta(seconds=silence))
     zeroshard.init()
     set_timeout(before)
+
+
+def said_by(program: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """What this program, a process of its own, prints."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", program]
+    with Forked(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def has_ended(pid: int) -> bool:

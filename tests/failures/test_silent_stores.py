@@ -20,7 +20,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import zeroshard
 from tests.checkpoint.common import Run
 from tests.checkpoint.faults import StoreServer
-from tests.failures.common import Ranks, has_ended, init, wait_until_noted
+from tests.failures.common import Ranks, has_ended, init, said_by, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from tests.ports import free_port
 from zeroshard.checkpoint import publishing
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_start_are_told_in_one_line(rank: int) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=1)\nexcept TimeoutError as error:\n    print(error)"
     environment = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = said_by(program, environment)
     said = rf"rank {rank} of 2 did not meet the others at 127\.0\.0\.1:{port} within the timeout of 1 s: .*"
     assert re.fullmatch(said, done.stdout.strip()) and done.returncode == 0, done
 
@@ -201,7 +201,7 @@ def test_a_rank_that_is_stopped_before_it_joins_is_named_and_woken() -> None:
     os.waitpid(stopped.pid, os.WUNTRACED)
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=1)\nexcept TimeoutError as error:\n    print(error)"
     environment = {**os.environ, **place, "RANK": "0", "LOCAL_RANK": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = said_by(program, environment)
     assert f"rank 1 (process {stopped.pid} on {socket.gethostname()}) had been stopped by a signal." in done.stdout, (
         done
     )
@@ -225,6 +225,5 @@ def test_a_rank_whose_launcher_has_ended_does_not_wait_for_it() -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "1", "WORLD_SIZE": "2"}
     launcher = {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "2"}
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=600)\nexcept RuntimeError as error:\n    print(error)"
-    command, environment = [sys.executable, "-c", program], {**os.environ, **place, **launcher}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    done = said_by(program, {**os.environ, **place, **launcher})
     assert done.stdout.strip() == "the launcher has ended before all ranks had started", done

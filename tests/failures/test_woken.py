@@ -16,7 +16,7 @@ import torch
 
 import zeroshard
 from tests.checkpoint.faults import store_of_test
-from tests.failures.common import Ranks, init, wait_until_noted
+from tests.failures.common import Ranks, init, said_by, wait_until_noted
 from tests.patience import wait_until
 from zeroshard.comm.orders import Orders
 from zeroshard.failures import watch
@@ -166,8 +166,7 @@ def test_a_rank_does_not_wait_forever_to_join_a_store_whose_holder_is_stopped() 
     os.waitpid(stopped.pid, os.WUNTRACED)
     program = "import zeroshard\ntry:\n    zeroshard.init(timeout=2)\nexcept TimeoutError as error:\n    print(error)"
     environment = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = said_by(program, environment)
     assert "rank 1 of 2 did not meet the others at 127.0.0.1:" in done.stdout, done
     assert f"rank 0 (process {stopped.pid} on {socket.gethostname()}) had been stopped by a signal." in done.stdout, (
         done
