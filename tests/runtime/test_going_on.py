@@ -102,8 +102,8 @@ def of_reductions(events: list[CommEvent]) -> list[tuple[str, str]]:
 
 EVERY = list(enumerate(itertools.product(("gloo", *TIMINGS), ((2, 1), (3, 1), (4, 2)))))
 """When collectives read and write ("gloo": as between hosts), the number of ranks and of replicas."""
-IN_TURN = [(number, case) for number, case in EVERY if case[1] == (4, 2) or (case[1] == (3, 1) and number % 2)]
-"""Each timing on a mesh of replicas, and half of them on 3 ranks."""
+IN_TURN = [(number, case) for number, case in EVERY if case[1] == ((4, 2), (3, 1))[number // 3 % 2]]
+"""Half of the timings on a mesh of replicas, and half of them on 3 ranks."""
 
 
 @pytest.mark.parametrize(("number", "case"), EVERY if EVERYTHING else IN_TURN)
