@@ -22,7 +22,6 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import plans_of
 from zeroshard.placement import Plan
-from zeroshard.testing import run_ranks
 
 PLANS = plans_of(1)
 """Of tests that do the same under each plan: by default one with weights and gradients in full, and one with both in
@@ -210,21 +209,17 @@ class Twins:
 
 
 def under_all_plans(
-    train: Callable[..., State], num_ranks: int = 2, cases: Iterable[tuple[Any, ...]] | None = None
+    rank: int, train: Callable[..., State], num_ranks: int = 2, cases: Iterable[tuple[Any, ...]] | None = None
 ) -> None:
     """Check that `train(rank, plan)`, in fp64, returns weights with the same bits under DDP and ZERO3, where everything
     is in full and where nothing is. On four ranks it runs under ZERO3 alone; with `make test-everything`, under all
     plans. With `cases`: `train(rank, plan, *case)` for each case, under the case's plans (`plans_of`)."""
+    torch.set_default_dtype(torch.float64)
     plans = PLANS if EVERYTHING else (zeroshard.DDP, zeroshard.ZERO3) if num_ranks < 4 else (zeroshard.ZERO3,)
     runs = [((), plans)] if cases is None else [(case, plans_of(number)) for number, case in enumerate(cases)]
-
-    @in_fp64
-    def check(rank: int) -> None:
-        for case, plans in runs:
-            states = []
-            for plan in plans:
-                torch.manual_seed(0)
-                states.append(train(rank, plan, *case))
-            expect_same_bits(states)
-
-    run_ranks(check, num_ranks)
+    for case, plans in runs:
+        states = []
+        for plan in plans:
+            torch.manual_seed(0)
+            states.append(train(rank, plan, *case))
+        expect_same_bits(states)

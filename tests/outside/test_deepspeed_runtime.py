@@ -93,7 +93,8 @@ def test_a_layer_that_is_chosen_in_each_call(rank: int) -> None:
         twins.train(lambda model, step: model(numbers(6, rank, step)).square().mean(), 3)
 
 
-def test_a_second_forward_without_gradients() -> None:
+@on_ranks(2)
+def test_a_second_forward_without_gradients(rank: int) -> None:
     """TestZ3MultipleModelCall: one loss of two forwards, one of them under `no_grad`."""
 
     def train(rank: int, plan: zeroshard.Plan) -> State:
@@ -107,4 +108,4 @@ def test_a_second_forward_without_gradients() -> None:
 
         return twins.train(loss_of)
 
-    under_all_plans(train)
+    under_all_plans(rank, train)

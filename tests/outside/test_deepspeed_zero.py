@@ -158,19 +158,16 @@ def test_a_checkpoint_gives_the_fp32_weights(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
-def test_every_rank_starts_at_an_aligned_address() -> None:
+@on_ranks(3)
+def test_every_rank_starts_at_an_aligned_address(rank: int) -> None:
     """TestPartitionNcclAlignment; TestIncorectAllgatherBucketSize has no counterpart: users set no size that would have
     to be a multiple of something."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = Layers(5, 3)
-            handle = zeroshard.shard(model, plan)
-            for unit in handle.engine.units:
-                assert unit.own_shard().start % 256 == 0 and unit.own_shard().numel % 256 == 0
-                assert unit.weights.own().data_ptr() % 16 == 0
-
-    run_ranks(check, 3)
+    for plan in PLANS:
+        model = Layers(5, 3)
+        handle = zeroshard.shard(model, plan)
+        for unit in handle.engine.units:
+            assert unit.own_shard().start % 256 == 0 and unit.own_shard().numel % 256 == 0
+            assert unit.weights.own().data_ptr() % 16 == 0
 
 
 # Outputs of every kind, gradients that add up ------------------------------------------------------------------------
@@ -265,7 +262,8 @@ class Vector(nn.Module):
         return x * self.param
 
 
-def test_one_large_parameter_on_four_ranks() -> None:
+@on_ranks(4)
+def test_one_large_parameter_on_four_ranks(rank: int) -> None:
     """TestZero3ParamPartitioningLargeParam: all ranks get rank 0's values, and backwards without a reduction add up."""
 
     def check(rank: int, on_meta: bool) -> None:
@@ -291,7 +289,7 @@ def test_one_large_parameter_on_four_ranks() -> None:
         with handle.unsharded():
             assert torch.equal(model.param.detach(), torch.arange(8100) // 2025 - 3.0)
 
-    run_ranks(in_turn(check, [False, True]), 4)
+    in_turn(check, [False, True])(rank)
 
 
 @on_ranks(2)

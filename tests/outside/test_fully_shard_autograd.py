@@ -16,6 +16,7 @@ from tests.outside.common import (
     numbers,
     under_all_plans,
 )
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 
 
@@ -32,7 +33,8 @@ class TwoLinear(nn.Module):
         return torch.relu(self.lin1(x))
 
 
-def test_an_output_that_the_loss_leaves_out() -> None:
+@on_ranks(2)
+def test_an_output_that_the_loss_leaves_out(rank: int) -> None:
     """TestFullyShardAutograd.test_unused_forward_output: first both outputs, then the first one only."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -44,24 +46,26 @@ def test_an_output_that_the_loss_leaves_out() -> None:
 
         return twins.train(loss, steps=5)
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_a_module_that_forward_does_not_use() -> None:
+@on_ranks(2)
+def test_a_module_that_forward_does_not_use(rank: int) -> None:
     """TestFullyShardAutograd.test_unused_forward_module."""
 
     def train(rank: int, plan: Plan) -> Any:
         twins = Twins(TwoLinear(False), plan, shard={"units": nn.Linear})
         return twins.train(lambda model, step: model(numbers(8, rank, step)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 Two = namedtuple("Two", ["x", "y"])
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict, Two])
-def test_activations_in_containers(kind: Any) -> None:
+@on_ranks(2)
+def test_activations_in_containers(rank: int, kind: Any) -> None:
     """TestFullyShardAutograd.test_nontensor_activations."""
 
     class Into(nn.Module):
@@ -86,4 +90,4 @@ def test_activations_in_containers(kind: Any) -> None:
         twins = Twins(nn.Sequential(Into(), Inside(), Inside(), Inside(), Out()), plan, shard={"units": Inside})
         return twins.train(lambda model, step: model(numbers(8, rank, step)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import zeroshard
 from tests.outside.common import PLANS, expect_close, in_fp64, numbers, state_of
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -199,7 +200,8 @@ def test_recomputation_of_a_part_in_its_own_precision(inner: bool) -> None:
 # Ignored parts -------------------------------------------------------------------------------------------------------
 
 
-def test_a_part_of_the_model_belongs_to_torch_ddp() -> None:
+@on_ranks(2)
+def test_a_part_of_the_model_belongs_to_torch_ddp(rank: int) -> None:
     """TestFullyShardIgnoreParams.test_ddp_A_fsdp_B_ddp_C: the middle is sharded, except a part inside of it. torch DDP
     has that part and the outer layers. A plain optimizer steps the ignored parameters."""
 
@@ -256,4 +258,4 @@ def test_a_part_of_the_model_belongs_to_torch_ddp() -> None:
             with handle.unsharded():
                 expect_close(state_of(model), state_of(plain.module))
 
-    run_ranks(check, 2)
+    check(rank)

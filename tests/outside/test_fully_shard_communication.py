@@ -135,7 +135,8 @@ def test_two_forwards_before_one_backward_gather_twice() -> None:
     expect_same_logs(run_ranks(check, 3))
 
 
-def test_two_backwards_through_a_shared_trunk() -> None:
+@on_ranks(2)
+def test_two_backwards_through_a_shared_trunk(rank: int) -> None:
     """test_fully_shard_backward_prefetch, "unused_in_backward": one head's loss, then the other's, from one forward."""
 
     class Heads(nn.Module):
@@ -158,10 +159,11 @@ def test_two_backwards_through_a_shared_trunk() -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_an_order_that_differs_from_last_times_is_late_and_right() -> None:
+@on_ranks(2)
+def test_an_order_that_differs_from_last_times_is_late_and_right(rank: int) -> None:
     """test_backward_misprefetch, test_unshard_async, test_set_modules_to_backward_prefetch_inside_ac: prefetched units
     are not needed; the results are right."""
 
@@ -180,10 +182,11 @@ def test_an_order_that_differs_from_last_times_is_late_and_right() -> None:
         orders = [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2,)]
         return twins.train(lambda model, step: model(numbers(8, rank, step), orders[step]).sum(), steps=4)
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_a_unit_of_which_a_part_is_not_used() -> None:
+@on_ranks(2)
+def test_a_unit_of_which_a_part_is_not_used(rank: int) -> None:
     """test_fully_shard_multi_module_unused_module."""
 
     class WithUnused(nn.Module):
@@ -202,7 +205,7 @@ def test_a_unit_of_which_a_part_is_not_used() -> None:
         assert torch.equal(before["0.unused.weight"], weights["0.unused.weight"])
         return weights
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 @on_ranks(2)
@@ -218,7 +221,8 @@ def test_weights_are_there_before_the_first_forward(rank: int) -> None:
         assert torch.equal(model[0][0].weight, plain["0.0.weight"])
 
 
-def test_one_rank_reduces_with_nobody() -> None:
+@on_ranks(1)
+def test_one_rank_reduces_with_nobody(rank: int) -> None:
     """TestFullyShardReduceOpWorldSize1: the gradient is not divided, and nothing is sent."""
 
     @in_fp64
@@ -230,7 +234,7 @@ def test_one_rank_reduces_with_nobody() -> None:
             assert handle.gradient("weight").eq(3).all()
             assert handle.comm_log.total_bytes == 0
 
-    run_ranks(check, 1)
+    check(rank)
 
 
 @on_ranks(2)

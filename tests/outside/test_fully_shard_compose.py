@@ -32,6 +32,7 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 
 Adam = torch.optim.Adam
@@ -51,7 +52,8 @@ def recomputed(model: Transformer, kind: str) -> Transformer:
     return model
 
 
-def test_groups_of_modules_as_units_with_recomputation() -> None:
+@on_ranks(2)
+def test_groups_of_modules_as_units_with_recomputation(rank: int) -> None:
     """test_train_parity_with_activation_checkpointing, `module_grouping`: two layers, both embeddings, and norm and
     output are one unit each; or, tied, the embedding and the output."""
 
@@ -68,10 +70,11 @@ def test_groups_of_modules_as_units_with_recomputation() -> None:
             result.update({f"{tied}.{name}": value for name, value in weights.items()})
         return result
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_activation_checkpointing() -> None:
+@on_ranks(2)
+def test_activation_checkpointing(rank: int) -> None:
     """test_train_parity_with_activation_checkpointing, blocks as units; TestFullyShardSharedParams.
     test_train_parity_with_shared_params."""
 
@@ -96,7 +99,7 @@ def test_activation_checkpointing() -> None:
         return weights
 
     kinds = [("composable", False), ("composable", True), ("wrapper", False), ("utils", True), ("reentrant", False)]
-    under_all_plans(of_kind, cases=kinds)
+    under_all_plans(rank, of_kind, cases=kinds)
 
 
 # Tied weights --------------------------------------------------------------------------------------------------------
@@ -114,7 +117,8 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("units", [None, (nn.Embedding, nn.Linear)])
-def test_a_tied_weight_whose_rows_no_number_of_ranks_divides(units: Any) -> None:
+@on_ranks(3)
+def test_a_tied_weight_whose_rows_no_number_of_ranks_divides(rank: int, units: Any) -> None:
     """test_train_shared_params_uneven_shard; test_shared_params_separate_fsdp_groups_error: there an error when the two
     modules are sharded one by one, here the weight belongs to the unit that comes first."""
 
@@ -129,10 +133,11 @@ def test_a_tied_weight_whose_rows_no_number_of_ranks_divides(units: Any) -> None
         assert (before != after["embed.weight"]).any(1).all()  # every row, also the last rank's
         return after
 
-    under_all_plans(train, 3)
+    under_all_plans(rank, train, 3)
 
 
-def test_layer_after_layer() -> None:
+@on_ranks(2)
+def test_layer_after_layer(rank: int) -> None:
     """test_layer_by_layer_shard_no_false_positive, TestFullyShardShareCommContext.test_share_comm_context: layers that
     are created and sharded one after the other, each with its own handle."""
 
@@ -157,7 +162,7 @@ def test_layer_after_layer() -> None:
         expect_close(found, state_of(plain))
         return found
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 # A head that runs in chunks ------------------------------------------------------------------------------------------
@@ -194,7 +199,8 @@ def chunked_backward(model: nn.Module, ids: Tensor, chunks: int = 4) -> Tensor:
     return total
 
 
-def test_a_head_that_runs_alone_chunk_by_chunk() -> None:
+@on_ranks(2)
+def test_a_head_that_runs_alone_chunk_by_chunk(rank: int) -> None:
     """test_partial_group_forward_then_standalone, ..._grad_accum_chunked, test_partial_group_reshard_toggle: the
     gradients of all chunks add up, with and without a reduction in between, for every choice of units."""
 
@@ -215,10 +221,11 @@ def test_a_head_that_runs_alone_chunk_by_chunk() -> None:
         return twins.expect_equal()
 
     every = (None, (nn.Embedding, nn.Linear, nn.RMSNorm), [("embed",), ("body",), ("norm", "head")])
-    under_all_plans(of_units, cases=itertools.product((False, True), every))
+    under_all_plans(rank, of_units, cases=itertools.product((False, True), every))
 
 
-def test_two_partial_forwards_before_one_backward() -> None:
+@on_ranks(2)
+def test_two_partial_forwards_before_one_backward(rank: int) -> None:
     """test_double_partial_forward_then_backward: the head, used by neither, has no gradient and is not updated."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -231,10 +238,11 @@ def test_two_partial_forwards_before_one_backward() -> None:
         assert torch.equal(before, after["head.weight"])
         return after
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_after_an_exception_in_forward_training_goes_on() -> None:
+@on_ranks(2)
+def test_after_an_exception_in_forward_training_goes_on(rank: int) -> None:
     """test_reset_iter_state_after_exception: `reset_iter_state()` must be called there; no call is needed here."""
 
     class Raising(nn.Module):
@@ -260,4 +268,4 @@ def test_after_an_exception_in_forward_training_goes_on() -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)

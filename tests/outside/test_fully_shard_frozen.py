@@ -46,7 +46,8 @@ def reduced_bytes(handle: zeroshard.Handle) -> int:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_only_biases_are_trained(recomputed: bool) -> None:
+@on_ranks(2)
+def test_only_biases_are_trained(rank: int, recomputed: bool) -> None:
     """test_train_mixed_requires_grad_per_group: only biases are reduced."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -63,10 +64,11 @@ def test_only_biases_are_trained(recomputed: bool) -> None:
         assert of_biases < sum(p.numel() for p in twins.plain.parameters()) // 8
         return weights
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_what_is_frozen_after_shard() -> None:
+@on_ranks(2)
+def test_what_is_frozen_after_shard(rank: int) -> None:
     """test_train_mixed_requires_grad_per_group, `freeze_after_init`: a fully frozen unit is not reduced; of a unit
     whose biases train, only the biases are."""
 
@@ -83,11 +85,12 @@ def test_what_is_frozen_after_shard() -> None:
         assert by_both == 2 * 8 * (64 + 128)  # two steps; biases in multiples of 64
         return weights
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 @pytest.mark.parametrize("unfreeze", [False, True])
-def test_frozen_layers_between_trained_ones(unfreeze: bool) -> None:
+@on_ranks(2)
+def test_frozen_layers_between_trained_ones(rank: int, unfreeze: bool) -> None:
     """test_train_mixed_requires_grad_across_groups: one iteration runs without gradients, and frozen layers may be
     unfrozen for the last."""
 
@@ -112,10 +115,11 @@ def test_frozen_layers_between_trained_ones(unfreeze: bool) -> None:
                 twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_modules_that_run_often_with_and_without_gradients() -> None:
+@on_ranks(2)
+def test_modules_that_run_often_with_and_without_gradients(rank: int) -> None:
     """test_multi_forward_mixed_requires_grad: a frozen one and a trained one, three times each, also under no_grad."""
 
     class Model(nn.Module):
@@ -137,7 +141,7 @@ def test_modules_that_run_often_with_and_without_gradients() -> None:
         twins = Twins(Model(), plan, shard={"units": nn.Linear})
         return twins.train(lambda model, step: model(numbers(5, rank, step)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 # Clipping ------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ def test_shards_cut_a_flat_buffer(rank: int) -> None:
             assert torch.equal(flat[slot.world.slice].view(slot.shape), plain[slot.name])
 
 
-def test_scalars_and_other_strides_are_parameters_too() -> None:
+@on_ranks(2)
+def test_scalars_and_other_strides_are_parameters_too(rank: int) -> None:
     """test_raise_scalar_parameter, test_raise_noncontiguous_parameter: refused there, trained here."""
 
     class Model(nn.Module):
@@ -117,7 +118,7 @@ def test_scalars_and_other_strides_are_parameters_too() -> None:
         twins = Twins(Model(), plan)
         return twins.train(lambda model, step: model(numbers(25, rank, step).view(2, 2, 5, 5)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 @on_ranks(2)
@@ -166,7 +167,8 @@ def test_the_model_keeps_its_class_and_is_sharded_once(rank: int) -> None:
         pickle.dumps(model)
 
 
-def test_containers_without_a_forward() -> None:
+@on_ranks(2)
+def test_containers_without_a_forward(rank: int) -> None:
     """test_fully_shard_unsupported_module_cls: refused there; here a ModuleList or ModuleDict may be sharded,
     because its members are called, and their units are gathered by these calls."""
 
@@ -191,7 +193,7 @@ def test_containers_without_a_forward() -> None:
             result.update({f"{number}.{name}": value for name, value in weights.items()})
         return result
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 # Meshes --------------------------------------------------------------------------------------------------------------

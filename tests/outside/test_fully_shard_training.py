@@ -28,15 +28,15 @@ from tests.outside.common import (
     tokens,
     under_all_plans,
 )
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.model.absent import is_absent
 from zeroshard.placement import Plan
-from zeroshard.testing import run_ranks
 
 # Inputs, and the state of parameters outside of forward --------------------------------------------------------------
 
 
-def test_a_model_without_inputs() -> None:
+@on_ranks(2)
+def test_a_model_without_inputs(rank: int) -> None:
     """TestFullyShardForwardInputs.test_root_no_forward_inputs."""
 
     class Square(nn.Module):
@@ -47,10 +47,11 @@ def test_a_model_without_inputs() -> None:
         def forward(self) -> Tensor:
             return self.weight @ self.weight
 
-    under_all_plans(lambda rank, plan: Twins(Square(), plan).train(lambda model, step: model().sum()))
+    under_all_plans(rank, lambda rank, plan: Twins(Square(), plan).train(lambda model, step: model().sum()))
 
 
-def test_parameters_are_whole_where_the_plan_says_so() -> None:
+@on_ranks(3)
+def test_parameters_are_whole_where_the_plan_says_so(rank: int) -> None:
     """TestFullyShardRegisteredParams: after forward and after backward parameters are sharded again (here: absent)
     under ZERO3, and whole, with their values, under the others; inside `unsharded` they are the original ones."""
 
@@ -78,24 +79,21 @@ def test_parameters_are_whole_where_the_plan_says_so() -> None:
             loss.backward()
             expect_at_rest()
 
-    run_ranks(in_turn(check, [None, nn.Linear]), 3)
+    in_turn(check, [None, nn.Linear])(rank)
 
 
-def test_a_cast_after_shard_is_refused_before_it_is_right() -> None:
+@on_ranks(2)
+def test_a_cast_after_shard_is_refused_before_it_is_right(rank: int) -> None:
     """TestFullyShardCastAfterInit.test_to_float64_after_init: `model.double()` must be called before `shard`."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = MLP(4)
-            zeroshard.shard(model, plan)
-            with pytest.raises(RuntimeError, match="move and cast a model before shard"):
-                model.to(torch.float64)(numbers(4, rank).double())
-        twins = Twins(MLP(4).to(torch.float64), plan)
-        twins.train(lambda model, step: model(numbers(4, rank, step).double()).sum())
-        assert all(value.dtype == torch.float64 for value in twins.handle.full_state_dict().values())
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = MLP(4)
+        zeroshard.shard(model, plan)
+        with pytest.raises(RuntimeError, match="move and cast a model before shard"):
+            model.to(torch.float64)(numbers(4, rank).double())
+    twins = Twins(MLP(4).to(torch.float64), plan)
+    twins.train(lambda model, step: model(numbers(4, rank, step).double()).sum())
+    assert all(value.dtype == torch.float64 for value in twins.handle.full_state_dict().values())
 
 
 # One unit, many units ------------------------------------------------------------------------------------------------
@@ -104,7 +102,8 @@ SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(32, 16
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_one_unit_of_uneven_shapes(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_one_unit_of_uneven_shapes(rank: int, num_ranks: int) -> None:
     """TestFullyShard1DTrainingCore.test_train_parity_single_group_shard_dim0, ..._shard_largest_dim,
     TestFullyShardWorldSize1.test_train_parity_single_worldsize1, TestFullyShardShardPlacementFnMultiProcess: shards
     are cut from a flat buffer, so there is no dimension to choose. On one rank nothing is communicated."""
@@ -118,10 +117,11 @@ def test_one_unit_of_uneven_shapes(num_ranks: int) -> None:
             assert num_ranks > 1 or twins.handle.comm_log.total_bytes == 0
         return result
 
-    under_all_plans(train, num_ranks)
+    under_all_plans(rank, train, num_ranks)
 
 
-def test_many_units_whatever_is_late() -> None:
+@on_ranks(3)
+def test_many_units_whatever_is_late(rank: int) -> None:
     """test_train_parity_multi_group and its variants with CPU offload and asynchronous unshards,
     test_explicit_prefetching, test_post_optim_event, and HSDP's of the same names in
     test_fully_shard_extensions.py: ranks fall behind at random between forward, backward and step, and inside of
@@ -142,10 +142,11 @@ def test_many_units_whatever_is_late() -> None:
             time.sleep(random.random() * 0.01)
         return twins.expect_equal()
 
-    under_all_plans(train, 3)
+    under_all_plans(rank, train, 3)
 
 
-def test_a_part_of_the_model_runs_alone() -> None:
+@on_ranks(2)
+def test_a_part_of_the_model_runs_alone(rank: int) -> None:
     """test_non_root_forward_backward: the model, then its first layer alone, then the model."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -157,10 +158,11 @@ def test_a_part_of_the_model_runs_alone() -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_a_module_that_runs_twice() -> None:
+@on_ranks(2)
+def test_a_module_that_runs_twice(rank: int) -> None:
     """test_multi_forward_module."""
 
     class Twice(nn.Module):
@@ -175,10 +177,11 @@ def test_a_module_that_runs_twice() -> None:
         twins = Twins(Twice(), plan, shard={"units": nn.Linear})
         return twins.train(lambda model, step: model(numbers(4, rank, step)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_two_forwards_before_one_backward_with_nested_units() -> None:
+@on_ranks(2)
+def test_two_forwards_before_one_backward_with_nested_units(rank: int) -> None:
     """TestFullyShard1DTrainingCompose.test_double_forward_with_nested_fsdp_and_checkpoint: as in preference
     training; with and without recomputation."""
 
@@ -199,17 +202,17 @@ def test_two_forwards_before_one_backward_with_nested_units() -> None:
             result.update({f"{recomputed}.{name}": value for name, value in weights.items()})
         return result
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 # Accumulation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["one axis", "replicas"])
-def test_gradient_accumulation(mesh: str) -> None:
+@pytest.mark.parametrize(("mesh", "num_ranks"), [("one axis", 2), ("replicas", 4)])
+@on_ranks("num_ranks")
+def test_gradient_accumulation(rank: int, mesh: str, num_ranks: int) -> None:
     """TestFullyShardGradientAccumulation.test_gradient_accumulation, mode "all", and the same with a reduction in every
     micro-batch: equal gradients, and one reduction for each unit or one for each unit and micro-batch. HSDP as well."""
-    num_ranks = 4 if mesh == "replicas" else 2
 
     def train(rank: int, plan: Plan) -> Any:
         shape = {"one axis": (2,), "replicas": (2, 2)}[mesh]
@@ -230,11 +233,12 @@ def test_gradient_accumulation(mesh: str) -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train, num_ranks)
+    under_all_plans(rank, train, num_ranks)
 
 
 @pytest.mark.parametrize("mode", ["root only", "some"])
-def test_accumulation_in_a_part_of_the_model(mode: str) -> None:
+@on_ranks(2)
+def test_accumulation_in_a_part_of_the_model(rank: int, mode: str) -> None:
     """test_gradient_accumulation, modes "root_only" and "some_mlps"; test_requires_gradient_sync_ in
     test_fully_shard_grad_acc.py: some units are reduced after the last micro-batch only, the others after each one."""
 
@@ -252,10 +256,11 @@ def test_accumulation_in_a_part_of_the_model(mode: str) -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_micro_batches_in_turn() -> None:
+@on_ranks(2)
+def test_micro_batches_in_turn(rank: int) -> None:
     """test_1f1b_microbatching: forward and backward of each micro-batch, one reduction at the end."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -265,14 +270,15 @@ def test_micro_batches_in_turn() -> None:
         twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 # A mesh of replicas --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reduced_each_time", [False, True])
-def test_replicas_of_shards(reduced_each_time: bool) -> None:
+@on_ranks(4)
+def test_replicas_of_shards(rank: int, reduced_each_time: bool) -> None:
     """TestFullyShardHSDPTraining.test_train_parity_hsdp: with recomputation and three micro-batches, on 2 x 2 ranks."""
 
     def train(rank: int, plan: Plan) -> Any:
@@ -291,13 +297,14 @@ def test_replicas_of_shards(reduced_each_time: bool) -> None:
             twins.step()
         return twins.expect_equal()
 
-    under_all_plans(train, 4)
+    under_all_plans(rank, train, 4)
 
 
 # A method in place of forward ----------------------------------------------------------------------------------------
 
 
-def test_a_method_that_is_called_in_place_of_forward() -> None:
+@on_ranks(2)
+def test_a_method_that_is_called_in_place_of_forward(rank: int) -> None:
     """TestFullyShardCustomForwardMethod.test_register_fsdp_forward_method."""
 
     class Vision(nn.Module):
@@ -325,4 +332,4 @@ def test_a_method_that_is_called_in_place_of_forward() -> None:
         twins.handle.register_forward_method(twins.model.vision, "features")
         return twins.train(lambda model, step: model(numbers(12, rank, step, rows=24).view(2, 3, 12, 4)).sum())
 
-    under_all_plans(train)
+    under_all_plans(rank, train)

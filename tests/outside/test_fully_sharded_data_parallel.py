@@ -26,6 +26,7 @@ from tests.outside.common import (
     state_of,
     under_all_plans,
 )
+from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
 
@@ -65,19 +66,16 @@ def trained_with_a_hook(rank: int, plan: Plan, where: str, call: Call | None) ->
     return handle.full_state_dict(), errors
 
 
-def test_hooks_in_backward_may_read_weights() -> None:
+@on_ranks(2)
+def test_hooks_in_backward_may_read_weights(rank: int) -> None:
     """test_unshard_params_from_backward_raises. What the last layer's backward needed was gone under ZERO3."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            for where in ("output", "weight"):
-                expected, _ = trained_with_a_hook(rank, plan, where, None)
-                for call in (norm_of_weights, lambda handle, optimizer: handle.full_state_dict()):
-                    found, errors = trained_with_a_hook(rank, plan, where, call)
-                    assert not errors
-                    expect_same_bits([expected, found])
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        for where in ("output", "weight"):
+            expected, _ = trained_with_a_hook(rank, plan, where, None)
+            for call in (norm_of_weights, lambda handle, optimizer: handle.full_state_dict()):
+                found, errors = trained_with_a_hook(rank, plan, where, call)
+                assert not errors
+                expect_same_bits([expected, found])
 
 
 REFUSED: dict[str, Call] = {
@@ -141,7 +139,8 @@ def test_what_hooks_in_the_backward_of_torch_ddp_may_not_call(call: str) -> None
     run_ranks(check, 2, collective_timeout=60)
 
 
-def test_an_average_inside_of_the_model_is_evaluated() -> None:
+@on_ranks(2)
+def test_an_average_inside_of_the_model_is_evaluated(rank: int) -> None:
     """test_train_ema_eval_flow: the model has a part that trains and its average, which is evaluated."""
 
     class WithAverage(nn.Module):
@@ -177,7 +176,7 @@ def test_an_average_inside_of_the_model_is_evaluated() -> None:
             torch.testing.assert_close(*outputs)
         return twins.expect_equal()
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
 class OfSequences(nn.Module):
@@ -192,7 +191,8 @@ class OfSequences(nn.Module):
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_packed_sequences(precision: str | None) -> None:
+@on_ranks(2)
+def test_packed_sequences(rank: int, precision: str | None) -> None:
     """test_packed_sequence: into a model and out of a unit; in bf16 they are cast, and the lengths are not."""
 
     def train(rank: int, plan: Plan) -> State:
@@ -215,37 +215,31 @@ def test_packed_sequences(precision: str | None) -> None:
             expect_close(handle.full_state_dict(), state_of(plain))
         return handle.full_state_dict(main=True)
 
-    under_all_plans(train)
+    under_all_plans(rank, train)
 
 
-def test_values_that_the_user_puts_into_the_state() -> None:
+@on_ranks(2)
+def test_values_that_the_user_puts_into_the_state(rank: int) -> None:
     """test_state_dict_with_none_tensor_state: numbers and None beside the tensors of an optimizer's state."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-            optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, plan), torch.optim.Adam, lr=1e-2)
-            model(numbers(5, rank)).sum().backward()
-            optimizer.step()
-            state = optimizer.state_dict()
-            for of_parameter in state["state"].values():
-                of_parameter.update(value1=2.74, value2=None)
-            optimizer.load_state_dict(state)
-            model(numbers(5, rank, 1)).sum().backward()
-            optimizer.step()
-            found = optimizer.state_dict()["state"]
-            assert [(one["value1"], one["value2"]) for one in found.values()] == [(2.74, None)] * 4
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, plan), torch.optim.Adam, lr=1e-2)
+        model(numbers(5, rank)).sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()
+        for of_parameter in state["state"].values():
+            of_parameter.update(value1=2.74, value2=None)
+        optimizer.load_state_dict(state)
+        model(numbers(5, rank, 1)).sum().backward()
+        optimizer.step()
+        found = optimizer.state_dict()["state"]
+        assert [(one["value1"], one["value2"]) for one in found.values()] == [(2.74, None)] * 4
 
 
-def test_an_optimizer_of_ignored_parameters_says_which_they_are() -> None:
+@on_ranks(2)
+def test_an_optimizer_of_ignored_parameters_says_which_they_are(rank: int) -> None:
     """test_ignored_states_auto_wrap: there, one optimizer has all parameters of the model."""
-
-    def check(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-        zeroshard.shard(model, "zero3", ignored=[model[1].weight])
-        with pytest.raises(ValueError, match=r"of the shapes \(5, 4\): a plain optimizer steps those of ignored="):
-            zeroshard.ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-
-    run_ranks(check, 2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    zeroshard.shard(model, "zero3", ignored=[model[1].weight])
+    with pytest.raises(ValueError, match=r"of the shapes \(5, 4\): a plain optimizer steps those of ignored="):
+        zeroshard.ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)

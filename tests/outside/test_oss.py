@@ -19,22 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.outside.common import average_gradients, expect_close, expect_same_on_all_ranks, in_fp64, numbers, state_of
 from tests.together import in_turn, on_ranks
-from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
 
 
-def test_a_tensor_that_does_not_require_grad_is_accepted() -> None:
+@on_ranks(1)
+def test_a_tensor_that_does_not_require_grad_is_accepted(rank: int) -> None:
     """TestSingleRank.test_create: nothing trains yet, and no value is changed."""
-
-    def check(rank: int) -> None:
-        x = torch.rand(1)
-        before = x.clone()
-        optimizer = zeroshard.ShardedOptimizer([x], SGD, lr=0.01)
-        optimizer.step()
-        assert torch.equal(x, before) and not x.requires_grad
-
-    run_ranks(check, 1)
+    x = torch.rand(1)
+    before = x.clone()
+    optimizer = zeroshard.ShardedOptimizer([x], SGD, lr=0.01)
+    optimizer.step()
+    assert torch.equal(x, before) and not x.requires_grad
 
 
 @on_ranks(2)
@@ -49,19 +45,16 @@ def test_state_dict_is_whole_without_a_call_before_it(rank: int) -> None:
     assert [m.shape for m in momenta] == [(300,), (7,)] and all(m.eq(1).all() for m in momenta)
 
 
-def test_ranks_without_any_parameter_take_part() -> None:
+@on_ranks(4)
+def test_ranks_without_any_parameter_take_part(rank: int) -> None:
     """test_empty_shard: four ranks, two trainable numbers."""
-
-    def check(rank: int) -> None:
-        model = nn.Linear(1, 1)
-        optimizer = zeroshard.ShardedOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
-        expected = [p.detach().clone() for p in model.parameters()]
-        dist.broadcast(expected[0], 0), dist.broadcast(expected[1], 0)
-        model(torch.ones(20, 1)).sum().backward()
-        optimizer.step()
-        torch.testing.assert_close([p.detach() for p in model.parameters()], [p - 2.0 for p in expected])
-
-    run_ranks(check, 4)
+    model = nn.Linear(1, 1)
+    optimizer = zeroshard.ShardedOptimizer(model.parameters(), SGD, lr=0.1, momentum=0.9)
+    expected = [p.detach().clone() for p in model.parameters()]
+    dist.broadcast(expected[0], 0), dist.broadcast(expected[1], 0)
+    model(torch.ones(20, 1)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close([p.detach() for p in model.parameters()], [p - 2.0 for p in expected])
 
 
 @on_ranks(2)
@@ -86,7 +79,8 @@ def test_rewound_by_state_dicts_the_same_losses_come_again(rank: int) -> None:
     assert first == again
 
 
-def test_clipping_is_torchs() -> None:
+@on_ranks(3)
+def test_clipping_is_torchs(rank: int) -> None:
     """test_gradient_clipping: the same norm as torch's utility, and the step takes the clipped gradient; twice in a
     row."""
 
@@ -109,7 +103,7 @@ def test_clipping_is_torchs() -> None:
             optimizer.step(), plain_optimizer.step()
             expect_close(state_of(model), state_of(plain))
 
-    run_ranks(in_turn(check, [1.0, 2.0, float("inf")]), 3)
+    in_turn(check, [1.0, 2.0, float("inf")])(rank)
 
 
 @on_ranks(2)

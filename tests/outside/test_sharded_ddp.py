@@ -33,7 +33,6 @@ from tests.outside.common import (
 )
 from tests.together import in_turn, on_ranks
 from zeroshard.placement import Plan
-from zeroshard.testing import run_ranks
 
 SGD = torch.optim.SGD
 
@@ -125,18 +124,15 @@ def test_several_inputs(rank: int) -> None:
     expect_same_bits(weights)
 
 
-def test_the_model_keeps_its_attributes() -> None:
+@on_ranks(1)
+def test_the_model_keeps_its_attributes(rank: int) -> None:
     """test_ddp_attributes, test_random_attributes: nothing is wrapped, so there is no `module` and nothing to
     forward."""
-
-    def check(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
-        model.banana = "sweet"
-        zeroshard.shard(model, "zero1")
-        assert type(model) is nn.Sequential and model.banana == "sweet"
-        assert not hasattr(model, "orange")
-
-    run_ranks(check, 1)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3))
+    model.banana = "sweet"
+    zeroshard.shard(model, "zero1")
+    assert type(model) is nn.Sequential and model.banana == "sweet"
+    assert not hasattr(model, "orange")
 
 
 @on_ranks(2)
@@ -178,7 +174,8 @@ def test_a_frozen_parameter_of_integers(rank: int) -> None:
         assert handle.full_state_dict()["tripwire"].tolist() == [3, 3]
 
 
-def test_from_training_to_evaluation_and_back() -> None:
+@on_ranks(3)
+def test_from_training_to_evaluation_and_back(rank: int) -> None:
     """test_train_eval_change: `model.zero_grad()` discards, and the gradients of the next backward are those alone."""
 
     @in_fp64
@@ -196,7 +193,7 @@ def test_from_training_to_evaluation_and_back() -> None:
             twins.step()
             twins.expect_equal()
 
-    run_ranks(check, 3)
+    check(rank)
 
 
 @on_ranks(2)
@@ -260,7 +257,8 @@ def test_parameters_that_forward_does_not_use(rank: int) -> None:
     expect_same_bits(weights)
 
 
-def test_a_process_group_of_some_ranks() -> None:
+@on_ranks(4)
+def test_a_process_group_of_some_ranks(rank: int) -> None:
     """test_multiple_groups: ranks 0 and 2 of four train together."""
 
     @in_fp64
@@ -279,7 +277,7 @@ def test_a_process_group_of_some_ranks() -> None:
                 optimizer.step()
                 expect_same_on_all_ranks(handle.full_state_dict(), group)
 
-    run_ranks(check, 4)
+    check(rank)
 
 
 @on_ranks(2)

@@ -268,23 +268,20 @@ def test_every_rank_holds_an_equal_part() -> None:
     assert max(held) == min(held) and 4 * 2400 <= held[0] < 4 * (2400 + 16 * 64 + 256)
 
 
-def test_parameters_added_later_are_trained_by_everybody() -> None:
+@on_ranks(3)
+def test_parameters_added_later_are_trained_by_everybody(rank: int) -> None:
     """test_add_param_group (FairScale's as well): parameters that are added later; some do not require grad."""
-
-    def check(rank: int) -> None:
-        for sizes, frozen in (([9, 7, 5, 3, 9, 7, 5], 0), ([100, 3, 5, 2, 6, 4], 1)):
-            torch.manual_seed(3)
-            params = [nn.Parameter(torch.rand(size, 1), requires_grad=i >= frozen) for i, size in enumerate(sizes)]
-            added = nn.Parameter(torch.rand(3, 1))
-            expected = [p.detach() - (0.1 if p.requires_grad else 0.0) for p in (*params, added)]
-            optimizer = zeroshard.ShardedOptimizer(params, SGD, lr=0.1)
-            optimizer.add_param_group({"params": [added]})
-            assert [len(group["params"]) for group in optimizer.param_groups] == [len(sizes), 1]
-            sum(p.sum() for p in (*params, added)).backward()
-            optimizer.step()
-            torch.testing.assert_close([p.detach() for p in (*params, added)], expected)
-
-    run_ranks(check, 3)
+    for sizes, frozen in (([9, 7, 5, 3, 9, 7, 5], 0), ([100, 3, 5, 2, 6, 4], 1)):
+        torch.manual_seed(3)
+        params = [nn.Parameter(torch.rand(size, 1), requires_grad=i >= frozen) for i, size in enumerate(sizes)]
+        added = nn.Parameter(torch.rand(3, 1))
+        expected = [p.detach() - (0.1 if p.requires_grad else 0.0) for p in (*params, added)]
+        optimizer = zeroshard.ShardedOptimizer(params, SGD, lr=0.1)
+        optimizer.add_param_group({"params": [added]})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [len(sizes), 1]
+        sum(p.sum() for p in (*params, added)).backward()
+        optimizer.step()
+        torch.testing.assert_close([p.detach() for p in (*params, added)], expected)
 
 
 @on_ranks(2)
@@ -331,7 +328,8 @@ def test_the_state_of_all_parameters_is_collected_and_loaded(rank: int) -> None:
     expect_same_on_all_ranks(state_of(model))
 
 
-def test_a_process_group_of_some_ranks() -> None:
+@on_ranks(4)
+def test_a_process_group_of_some_ranks(rank: int) -> None:
     """test_nondefault_process_group, FairScale's test_multiple_groups: the even ranks of four."""
 
     @in_fp64
@@ -349,7 +347,7 @@ def test_a_process_group_of_some_ranks() -> None:
             optimizer.step()
             expect_same_on_all_ranks(state_of(model), group)
 
-    run_ranks(check, 4)
+    check(rank)
 
 
 @on_ranks(2)
@@ -390,7 +388,8 @@ def test_under_ddp_a_sharded_optimizer_is_the_local_one(rank: int) -> None:
     in_turn(check, [torch.optim.Adam, AdamW, SGD])(rank)
 
 
-def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
+@on_ranks(3)
+def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing(rank: int) -> None:
     """test_zero_join_cpu: rank r has 2 + r batches. There a `Join` shadows collectives for ranks that are done
     (`tests/runtime/test_join.py` tests this). Here such ranks repeat a batch with weight 0, and the step uses the mean
     over the ranks that still have batches."""
@@ -413,7 +412,7 @@ def test_ranks_that_have_fewer_inputs_go_on_with_a_weight_of_nothing() -> None:
         expect_close(weights, state_of(plain))
         return weights
 
-    under_all_plans(train, 3)
+    under_all_plans(rank, train, 3)
 
 
 @on_ranks(2)
