@@ -19,6 +19,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import travelling
 from tests.patience import HANG
+from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
 
 KINDS = (None, False, True)
@@ -66,12 +67,28 @@ class Outermost(Outer):
         self.parts = nn.ModuleList([Outer(inner, around, None, last), Part(inner, last)])
 
 
-def trained(rank: int, plan: str, units: Any, *kinds: Any, of: type[Outer] = Outer) -> list[Tensor]:
+def build(of: type[Outer], kinds: Any) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), of(*kinds), nn.Linear(4, 4))
-    handle = zeroshard.shard(model, plan, units=units)
+    return nn.Sequential(nn.Linear(4, 4), of(*kinds), nn.Linear(4, 4))
+
+
+def inputs_of(rank: int) -> Tensor:
+    return torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def in_one_process(num_ranks: int, of: type[Outer], kinds: Any) -> list[Tensor]:
+    inputs = [inputs_of(rank) for rank in range(num_ranks)]
+    reference = Reference(build(of, kinds), torch.optim.SGD, num_ranks=num_ranks, lr=0.1)
+    for step in range(2):
+        reference.step(lambda model, rank, _, step=step: model(inputs[rank][2 * step]).square().mean())
+    return list(reference.state_dict().values())
+
+
+def trained(rank: int, units: Any, of: type[Outer], kinds: Any) -> list[Tensor]:
+    model = build(of, kinds)
+    handle = zeroshard.shard(model, "zero3", units=units)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-    inputs = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(rank))
+    inputs = inputs_of(rank)
     for step in range(2):
         model(inputs[2 * step]).square().mean().backward()
         with torch.no_grad():  # an evaluation, which no backward comes to
@@ -124,23 +141,27 @@ def selected(ranks: int) -> list[tuple[Any, ...]]:
     return [case for number, case in enumerate(chosen) if number // 2 % 2 == ranks % 2]
 
 
-def check(rank: int, ranks: int) -> None:
+def check(rank: int, ranks: int) -> list[list[Tensor]]:
+    """The weights, which are those of one process."""
+    results = []
     # A checkpoint inside of a reentrant one is first called without grad.
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
     units = (Outer,), (Part,), (Outer, Part), (Outer, nn.Linear)
     for number, kinds in enumerate(selected(ranks)):
         for of, chosen in ((Outer, units[number // 2 % 4]), (Outermost, (Outer, Part))):
-            expected = trained(rank, "ddp", None, *kinds, of=of)
             with travelling("pairwise" if number % 3 else "shared"):
-                found = trained(rank, "zero3", chosen, *kinds, of=of)
-            assert all(map(torch.equal, found, expected)), (of, chosen, kinds)
+                results.append(trained(rank, chosen, of, kinds))
+            if rank == 0:
+                assert all(map(torch.equal, results[-1], in_one_process(ranks, of, kinds))), (of, chosen, kinds)
     expected = of_ranks_that_differ(rank, "ddp")
     for way in ("shared", "pairwise"):
         # A rank that has not come to the last parts visits them before the recomputation, as its peers have.
         with travelling(way):
             assert all(map(torch.equal, of_ranks_that_differ(rank, "zero3"), expected)), way
+    return results
 
 
 def test_checkpoints_inside_units_and_inside_one_another() -> None:
     for ranks in (2, 3):
-        run_ranks(check, ranks, ranks, collective_timeout=HANG)
+        first, *others = run_ranks(check, ranks, ranks, collective_timeout=HANG)
+        assert all(all(map(torch.equal, *both)) for found in others for both in zip(found, first, strict=True))
