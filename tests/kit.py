@@ -194,7 +194,7 @@ class Job:
     model: Callable[[], nn.Module] = Net
     loss_of: Callable[..., Tensor] = loss_of_tokens
     units: Any = Block
-    steps: int = 3 if EVERYTHING or DEVICE.type != "cpu" else 2
+    steps: int = 3 if EVERYTHING or DEVICE.type == "cuda" else 2
     micro_batches: int = 1
     reduce_every_micro_batch: bool = False
     max_norm: float | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.grids import EVERYTHING
 from zeroshard.testing import run_ranks
 
 COUNTS = (16, 32, 64)
@@ -52,8 +53,9 @@ def work(rank: int, units: Any) -> list[dict[str, int]]:
     return [counted(units, count) for count in COUNTS]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("units", [None, nn.Linear])
+@pytest.mark.parametrize(
+    ("num_ranks", "units"), [(1, None), (2, nn.Linear), *([(2, None), (1, nn.Linear)] if EVERYTHING else [])]
+)
 def test_work_grows_with_the_number_of_parameters(num_ranks: int, units: Any) -> None:
     few, more, many = run_ranks(work, num_ranks, units)[0]
     for name in few:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.optim import Lamb
 from zeroshard.storage.main_weights import follow_weights, have_same_bits, join_remainder
 from zeroshard.testing import run_ranks
@@ -56,40 +56,43 @@ class Plain(nn.Module):
         self.masters = dict(zip(dict(self.model.named_parameters()), masters, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
-def test_what_is_written_is_stepped_from(precision: str) -> None:
-    def check(rank: int) -> None:
-        expected, found = Plain(4, 2).masters, []
-        for plan in IN_FULL[precision]:
-            model = make(Net)
-            handle = zeroshard.shard(model, plan, units=Block, precision=precision)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, foreach=False, **SGD)
-            for step in range(4):
-                loss_of_tokens(model, rank, 0, step).backward()
-                clip(model)
-                main = handle.full_state_dict(main=True)
-                seen = handle.full_state_dict()
-                for name, value in seen.items():
-                    assert value.abs().max() <= BOUND, name
-                    apart = (main[name] - value.float()).abs() - value.float().abs() * 2**-8
-                    assert apart.max() <= 0, name  # the weight is main, rounded (ties differ with a remainder)
-                optimizer.step()
-            found.append(handle.full_state_dict(main=True))
-        assert all(same_bits(one, found[0]) for one in found)
-        for name, value in expected.items():
-            error = (found[0][name] - value).abs().max()
-            assert error <= 1e-6 if precision == "bf16" else error <= BOUND * 2**-7, (name, error)
+def stepped_from(rank: int, precision: str) -> None:
+    expected, found = Plain(4, 2).masters, []
+    for plan in IN_FULL[precision]:
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block, precision=precision)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, foreach=False, **SGD)
+        for step in range(4):
+            loss_of_tokens(model, rank, 0, step).backward()
+            clip(model)
+            main = handle.full_state_dict(main=True)
+            seen = handle.full_state_dict()
+            for name, value in seen.items():
+                assert value.abs().max() <= BOUND, name
+                apart = (main[name] - value.float()).abs() - value.float().abs() * 2**-8
+                assert apart.max() <= 0, name  # the weight is main, rounded (ties differ with a remainder)
+            optimizer.step()
+        found.append(handle.full_state_dict(main=True))
+    assert all(same_bits(one, found[0]) for one in found)
+    for name, value in expected.items():
+        error = (found[0][name] - value).abs().max()
+        assert error <= 1e-6 if precision == "bf16" else error <= BOUND * 2**-7, (name, error)
 
-    run_ranks(check, 2)
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-remainder"])
+@on_ranks(2)
+def test_what_is_written_is_stepped_from(rank: int, precision: str) -> None:
+    stepped_from(rank, precision)
 
 
 def test_without_looking_the_write_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeroshard.storage.main_weights.follow_weights", lambda *arguments: None)
     with pytest.raises(zeroshard.testing.RankError, match="assert"):
-        test_what_is_written_is_stepped_from("bf16")
+        run_ranks(stepped_from, 2, "bf16")
 
 
-def test_owners_of_whole_parameters_see_it() -> None:
+@on_ranks(3)
+def test_owners_of_whole_parameters_see_it(rank: int) -> None:
     """Also in fp32, as owners keep copies of the parameters that they step."""
 
     def check(rank: int, precision: str) -> None:
@@ -108,7 +111,7 @@ def test_owners_of_whole_parameters_see_it() -> None:
             found.append(main)
         assert all(same_bits(one, found[0]) for one in found)
 
-    run_ranks(in_turn(check, ["fp32", "bf16", "bf16-remainder"]), 3)
+    in_turn(check, ["fp32", "bf16", "bf16-remainder"])(rank)
 
 
 def test_under_torchs_ddp_and_into_a_checkpoint(tmp_path: Path) -> None:
@@ -176,13 +179,10 @@ def test_one_changed_element_is_seen_wherever_it_is(dtype: torch.dtype) -> None:
                 b[changed] = kept
 
 
-def test_what_it_costs() -> None:
+@on_ranks(2)
+def test_what_it_costs(rank: int) -> None:
     """Written weights are looked for only where a user can write to them: not under ZERO3, where parameters are
     hidden."""
-
-    def check(rank: int) -> None:
-        for plan, precision, exposed in (("zero3", "bf16", False), ("zero2", "bf16", True)):
-            handle = zeroshard.shard(make(Net), plan, units=Block, precision=precision)
-            assert all(unit.main._exposed is exposed for unit in handle.engine.units)
-
-    run_ranks(check, 2)
+    for plan, precision, exposed in (("zero3", "bf16", False), ("zero2", "bf16", True)):
+        handle = zeroshard.shard(make(Net), plan, units=Block, precision=precision)
+        assert all(unit.main._exposed is exposed for unit in handle.engine.units)
