@@ -266,22 +266,20 @@ def test_what_main_cannot_hold_is_rounded_after_a_failure_and_the_error_says_so(
     run_ranks(check, 2)
 
 
-def test_a_parameter_has_one_handle() -> None:
-    def check(rank: int) -> None:
-        model, other = make(Net), make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        other.head.weight = model.head.weight
-        for again in (model, other):
-            with pytest.raises(
-                ValueError, match=r"parameter .* is sharded already, as Handle\(zero.*close\(\) that handle"
-            ):
-                zeroshard.shard(again, "ddp")
-        assert hooks(other) <= 1  # what the first handle has attached to the parameter they share
-        handle.close()
-        handle.close()
-        expect_trainable(model, rank)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_parameter_has_one_handle(rank: int) -> None:
+    model, other = make(Net), make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    other.head.weight = model.head.weight
+    for again in (model, other):
+        with pytest.raises(
+            ValueError, match=r"parameter .* is sharded already, as Handle\(zero.*close\(\) that handle"
+        ):
+            zeroshard.shard(again, "ddp")
+    assert hooks(other) <= 1  # what the first handle has attached to the parameter they share
+    handle.close()
+    handle.close()
+    expect_trainable(model, rank)
 
 
 @on_ranks(3)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS
 from tests.patience import HANG
+from tests.together import on_ranks
 from zeroshard.testing import RankError, run_ranks
 
 Edit = Callable[[Any], object]
@@ -54,74 +55,69 @@ EDITS: dict[str, tuple[int, Edit]] = {
 }
 
 
-def test_edited_lists_of_parameters_raise_before_anything_is_updated() -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            for number, edit in EDITS.values():
-                model = model_of(4, 4, 4)
-                handle = zeroshard.shard(model, plan)
-                groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 1.0}]
-                optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
-                optimizer.backward(loss_of(model, rank))
-                optimizer.step()
-                optimizer.backward(loss_of(model, rank))
-                before = handle.full_state_dict()
-                edit(optimizer)
-                with pytest.raises(zeroshard.Error, match=f"the parameters of param group {number} have been edited"):
-                    optimizer.step()
-                after = handle.full_state_dict()
-                assert all(torch.equal(before[name], after[name]) for name in before)
-
-    run_ranks(check, 2)
-
-
-def test_lists_that_the_optimizer_edits_itself_pass() -> None:
-    def check(rank: int) -> None:
-        model = model_of(4, 4, 4, 4)
-        model[2].requires_grad_(False)
-        handle = zeroshard.shard(model, zeroshard.ZERO2)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        for turn in range(3):
+@on_ranks(2)
+def test_edited_lists_of_parameters_raise_before_anything_is_updated(rank: int) -> None:
+    for plan in PLANS:
+        for number, edit in EDITS.values():
+            model = model_of(4, 4, 4)
+            handle = zeroshard.shard(model, plan)
+            groups = [{"params": list(model[0].parameters())}, {"params": list(model[1].parameters()), "lr": 1.0}]
+            optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=0.1)
             optimizer.backward(loss_of(model, rank))
-            assert optimizer.step().applied
-            model[2].requires_grad_(turn == 0)
-            optimizer.load_state_dict(optimizer.state_dict())
-        assert len(optimizer.param_groups[0]["params"]) == 6
+            optimizer.step()
+            optimizer.backward(loss_of(model, rank))
+            before = handle.full_state_dict()
+            edit(optimizer)
+            with pytest.raises(zeroshard.Error, match=f"the parameters of param group {number} have been edited"):
+                optimizer.step()
+            after = handle.full_state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_lists_that_the_optimizer_edits_itself_pass(rank: int) -> None:
+    model = model_of(4, 4, 4, 4)
+    model[2].requires_grad_(False)
+    handle = zeroshard.shard(model, zeroshard.ZERO2)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for turn in range(3):
+        optimizer.backward(loss_of(model, rank))
+        assert optimizer.step().applied
+        model[2].requires_grad_(turn == 0)
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.param_groups[0]["params"]) == 6
 
 
 # Gradients that are kept ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("discard", ["zero_grad", "by hand", "step"])
-def test_a_gradient_that_was_kept_by_reference_is_not_taken_for_the_new_one(discard: str) -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = model_of(4, 4, 4)
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            optimizer.backward(loss_of(model, rank))
-            kept = [p.grad for p in model.parameters()]
-            if discard == "zero_grad":
-                optimizer.zero_grad()
-            elif discard == "step":
-                optimizer.step()
-            else:
-                model.zero_grad()
-            optimizer.backward(loss_of(model, rank, 1))
-            for parameter, grad in zip(model.parameters(), kept, strict=True):
-                parameter.grad = grad
-            with pytest.raises(zeroshard.Error, match=r"is a tensor that has been a p\.grad before"):
-                optimizer.step()
+@on_ranks(2)
+def test_a_gradient_that_was_kept_by_reference_is_not_taken_for_the_new_one(rank: int, discard: str) -> None:
+    for plan in PLANS:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, rank))
+        kept = [p.grad for p in model.parameters()]
+        if discard == "zero_grad":
             optimizer.zero_grad()
-            optimizer.backward(loss_of(model, rank, 1))
-            assert optimizer.step().applied
+        elif discard == "step":
+            optimizer.step()
+        else:
+            model.zero_grad()
+        optimizer.backward(loss_of(model, rank, 1))
+        for parameter, grad in zip(model.parameters(), kept, strict=True):
+            parameter.grad = grad
+        with pytest.raises(zeroshard.Error, match=r"is a tensor that has been a p\.grad before"):
+            optimizer.step()
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rank, 1))
+        assert optimizer.step().applied
 
-    run_ranks(check, 2)
 
-
-def test_a_copy_of_a_kept_gradient_and_the_same_gradient_assigned_again() -> None:
+@on_ranks(2)
+def test_a_copy_of_a_kept_gradient_and_the_same_gradient_assigned_again(rank: int) -> None:
     """The mean of batch 0, which is trained, in place of that of batch 1."""
 
     def train(rank: int, plan: Any, *, again: bool) -> dict[str, Tensor]:
@@ -141,16 +137,14 @@ def test_a_copy_of_a_kept_gradient_and_the_same_gradient_assigned_again() -> Non
         optimizer.step()
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            copied, same = (train(rank, plan, again=again) for again in (False, True))
-            for name, value in same.items():
-                assert torch.allclose(copied[name], value, atol=1e-7), (plan, name)
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        copied, same = (train(rank, plan, again=again) for again in (False, True))
+        for name, value in same.items():
+            assert torch.allclose(copied[name], value, atol=1e-7), (plan, name)
 
 
-def test_gradients_of_two_parameters_can_be_swapped() -> None:
+@on_ranks(2)
+def test_gradients_of_two_parameters_can_be_swapped(rank: int) -> None:
     """Under DDP, where `p.grad` has values: the views lie in the bucket into which they are then written."""
 
     def trained(rank: int, assigned: Callable[[Tensor], Tensor] | None) -> dict[str, Tensor]:
@@ -164,13 +158,10 @@ def test_gradients_of_two_parameters_can_be_swapped() -> None:
         optimizer.step()
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        hows = (None, lambda grad: grad, Tensor.detach, Tensor.clone)
-        plain, same, views, copies = (trained(rank, how) for how in hows)
-        assert all(torch.equal(same[name], copies[name]) and torch.equal(views[name], copies[name]) for name in views)
-        assert not torch.equal(views["0.weight"], plain["0.weight"])
-
-    run_ranks(check, 2)
+    hows = (None, lambda grad: grad, Tensor.detach, Tensor.clone)
+    plain, same, views, copies = (trained(rank, how) for how in hows)
+    assert all(torch.equal(same[name], copies[name]) and torch.equal(views[name], copies[name]) for name in views)
+    assert not torch.equal(views["0.weight"], plain["0.weight"])
 
 
 def by_data(parameter: Any, values: Tensor) -> None:
@@ -186,7 +177,8 @@ def by_name(parameter: Any, values: Tensor) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_values_given_to_the_data_of_a_gradient_are_those_of_the_step(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_values_given_to_the_data_of_a_gradient_are_those_of_the_step(rank: int, num_ranks: int) -> None:
     """`p.grad.data = values` on some parameters, other values on each rank; a backward and more steps follow."""
 
     def trained(rank: int, plan: zeroshard.Plan, replace: Callable[[Any, Tensor], None]) -> list[dict[str, Tensor]]:
@@ -205,18 +197,16 @@ def test_values_given_to_the_data_of_a_gradient_are_those_of_the_step(num_ranks:
             found.append(handle.full_state_dict())
         return found
 
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            expected, plain = trained(rank, plan, by_name), trained(rank, plan, lambda *_: None)
-            for replace in (by_data, by_set) if plan is zeroshard.DDP else (by_data,):
-                for one, other in zip(trained(rank, plan, replace), expected, strict=True):
-                    assert all(torch.equal(one[name], value) for name, value in other.items()), plan
-            assert not torch.equal(plain[0]["0.weight"], expected[0]["0.weight"])
-
-    run_ranks(check, num_ranks)
+    for plan in PLANS:
+        expected, plain = trained(rank, plan, by_name), trained(rank, plan, lambda *_: None)
+        for replace in (by_data, by_set) if plan is zeroshard.DDP else (by_data,):
+            for one, other in zip(trained(rank, plan, replace), expected, strict=True):
+                assert all(torch.equal(one[name], value) for name, value in other.items()), plan
+        assert not torch.equal(plain[0]["0.weight"], expected[0]["0.weight"])
 
 
-def test_the_data_of_two_gradients_can_be_swapped() -> None:
+@on_ranks(2)
+def test_the_data_of_two_gradients_can_be_swapped(rank: int) -> None:
     def trained(rank: int, how: Callable[[Any, Tensor], None]) -> dict[str, Tensor]:
         model = model_of(4, 4, 4)
         handle = zeroshard.shard(model, zeroshard.DDP)
@@ -229,11 +219,8 @@ def test_the_data_of_two_gradients_can_be_swapped() -> None:
         optimizer.step()
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        expected = trained(rank, by_name)
-        assert all(torch.equal(trained(rank, by_data)[name], value) for name, value in expected.items())
-
-    run_ranks(check, 2)
+    expected = trained(rank, by_name)
+    assert all(torch.equal(trained(rank, by_data)[name], value) for name, value in expected.items())
 
 
 def test_a_zero_norm_counts_elements() -> None:
@@ -271,42 +258,38 @@ class Last(nn.Module):
 
 
 @pytest.mark.parametrize("cleared", [None, "model", "optimizer"])
-def test_a_backward_that_raises_does_not_drop_earlier_micro_batches_in_silence(cleared: str | None) -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            model = model_of(4, 4, 4).append(last := Last())
-            handle = zeroshard.shard(model, plan)
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-            with handle.no_sync():
-                optimizer.backward(loss_of(model, rank, 0))
-            last.raises = True
-            with pytest.raises(ArithmeticError):
-                optimizer.backward(loss_of(model, rank, 1))
-            last.raises = False
-            if cleared is not None:
-                {"model": model, "optimizer": optimizer}[cleared].zero_grad()
-            else:
-                with pytest.raises(zeroshard.Error, match="a backward has raised, and with its gradients"):
-                    model(data(rank, 2))
-            optimizer.backward(loss_of(model, rank, 2))
-            assert optimizer.step().applied
-
-    run_ranks(check, 2)
-
-
-def test_a_first_backward_that_raises_needs_no_call() -> None:
-    def check(rank: int) -> None:
+@on_ranks(2)
+def test_a_backward_that_raises_does_not_drop_earlier_micro_batches_in_silence(rank: int, cleared: str | None) -> None:
+    for plan in PLANS:
         model = model_of(4, 4, 4).append(last := Last())
-        handle = zeroshard.shard(model, zeroshard.ZERO3)
+        handle = zeroshard.shard(model, plan)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        with handle.no_sync():
+            optimizer.backward(loss_of(model, rank, 0))
         last.raises = True
         with pytest.raises(ArithmeticError):
-            optimizer.backward(loss_of(model, rank))
+            optimizer.backward(loss_of(model, rank, 1))
         last.raises = False
+        if cleared is not None:
+            {"model": model, "optimizer": optimizer}[cleared].zero_grad()
+        else:
+            with pytest.raises(zeroshard.Error, match="a backward has raised, and with its gradients"):
+                model(data(rank, 2))
         optimizer.backward(loss_of(model, rank, 2))
         assert optimizer.step().applied
 
-    run_ranks(check, 2)
+
+@on_ranks(2)
+def test_a_first_backward_that_raises_needs_no_call(rank: int) -> None:
+    model = model_of(4, 4, 4).append(last := Last())
+    handle = zeroshard.shard(model, zeroshard.ZERO3)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    last.raises = True
+    with pytest.raises(ArithmeticError):
+        optimizer.backward(loss_of(model, rank))
+    last.raises = False
+    optimizer.backward(loss_of(model, rank, 2))
+    assert optimizer.step().applied
 
 
 class Gated(nn.Module):
@@ -457,28 +440,23 @@ def test_parameters_with_common_memory_are_refused(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["tensor", "list", "column", "graph"])
-def test_views_of_parameters_in_attributes_are_refused(how: str) -> None:
+@on_ranks(2)
+def test_views_of_parameters_in_attributes_are_refused(rank: int, how: str) -> None:
     """They kept the values of before shard, in silence."""
-
-    def check(rank: int) -> None:
-        model = Shares("tied")
-        weight, inner = model.a.weight, model.b
-        view = {"tensor": weight.data, "list": [3, weight.detach()], "column": weight.data[:, 1], "graph": weight.t()}
-        inner.kept = view[how]
-        with pytest.raises(ValueError, match=r"the attribute b\.kept is a view of parameter a\.weight: "):
-            zeroshard.shard(model, "zero1")
-        inner.kept = [weight, weight.detach().clone()]
-        zeroshard.shard(model, "zero1").close()
-        normed = nn.utils.spectral_norm(nn.Linear(4, 4))
-        zeroshard.shard(normed, "zero1")
-        assert normed(torch.ones(1, 4)).shape == (1, 4)
-
-    run_ranks(check, 2)
+    model = Shares("tied")
+    weight, inner = model.a.weight, model.b
+    view = {"tensor": weight.data, "list": [3, weight.detach()], "column": weight.data[:, 1], "graph": weight.t()}
+    inner.kept = view[how]
+    with pytest.raises(ValueError, match=r"the attribute b\.kept is a view of parameter a\.weight: "):
+        zeroshard.shard(model, "zero1")
+    inner.kept = [weight, weight.detach().clone()]
+    zeroshard.shard(model, "zero1").close()
+    normed = nn.utils.spectral_norm(nn.Linear(4, 4))
+    zeroshard.shard(normed, "zero1")
+    assert normed(torch.ones(1, 4)).shape == (1, 4)
 
 
 @pytest.mark.parametrize("how", ["side by side", "in turn", "tied"])
-def test_parameters_with_memory_of_their_own_in_one_storage_are_taken(how: str) -> None:
-    def check(rank: int) -> None:
-        zeroshard.shard(Shares(how), "zero2").close()
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_parameters_with_memory_of_their_own_in_one_storage_are_taken(rank: int, how: str) -> None:
+    zeroshard.shard(Shares(how), "zero2").close()

@@ -78,28 +78,25 @@ def test_some_parameters_are_unsharded_and_the_rest_stay_away(rank: int) -> None
                 pass
 
 
-def test_the_full_gradient_is_the_mean_over_ranks() -> None:
+@on_ranks(3)
+def test_the_full_gradient_is_the_mean_over_ranks(rank: int) -> None:
     tolerances = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-3}
-
-    def check(rank: int) -> None:
-        for (precision, tolerance), plan in with_plans(tolerances.items()):
-            model, handle, optimizer = start(plan, precision)
-            twin = make(Net)
-            twin.load_state_dict({name: value.float() for name, value in handle.full_state_dict().items()})
-            with pytest.raises(RuntimeError, match="is empty; call backward"):
-                handle.gradient("head.weight")
-            optimizer.backward(loss_of_tokens(model, rank, 0, 0))
-            for of_rank in range(3):
-                (loss_of_tokens(twin, of_rank, 0, 0) / 3).backward()
-            for name, parameter in twin.named_parameters():
-                found, largest = handle.gradient(name), parameter.grad.abs().max()
-                assert found.shape == parameter.shape
-                assert (found - parameter.grad).abs().max() <= tolerance * largest, (plan, precision, name)
-            with pytest.raises(ValueError, match="no trainable parameter of the name 'nothing'"):
-                handle.gradient("nothing")
-            optimizer.step()
-
-    run_ranks(check, 3)
+    for (precision, tolerance), plan in with_plans(tolerances.items()):
+        model, handle, optimizer = start(plan, precision)
+        twin = make(Net)
+        twin.load_state_dict({name: value.float() for name, value in handle.full_state_dict().items()})
+        with pytest.raises(RuntimeError, match="is empty; call backward"):
+            handle.gradient("head.weight")
+        optimizer.backward(loss_of_tokens(model, rank, 0, 0))
+        for of_rank in range(3):
+            (loss_of_tokens(twin, of_rank, 0, 0) / 3).backward()
+        for name, parameter in twin.named_parameters():
+            found, largest = handle.gradient(name), parameter.grad.abs().max()
+            assert found.shape == parameter.shape
+            assert (found - parameter.grad).abs().max() <= tolerance * largest, (plan, precision, name)
+        with pytest.raises(ValueError, match="no trainable parameter of the name 'nothing'"):
+            handle.gradient("nothing")
+        optimizer.step()
 
 
 @on_ranks(2)
@@ -481,18 +478,15 @@ def test_parts_of_main_that_do_not_fit(rank: int) -> None:
         handle.set_main_parts(part.clone() for part in own)
 
 
-def test_a_frozen_model_has_no_main_parts_to_average() -> None:
+@on_ranks(2)
+def test_a_frozen_model_has_no_main_parts_to_average(rank: int) -> None:
     """Not an empty list: `zip` with the student's parts would then do nothing."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            teacher = zeroshard.shard(nn.Linear(4, 4).requires_grad_(False), plan)
-            for call in (teacher.main_parts, lambda handle=teacher: handle.set_main_parts([])):
-                with pytest.raises(zeroshard.Error, match="no parameter of this model has trained"):
-                    call()
-            partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-            partly[0].requires_grad_(False)
-            assert len(zeroshard.shard(partly, plan, units=nn.Linear).main_parts()) == 1  # the control
-            assert zeroshard.shard(nn.ReLU(), plan).main_parts() == []
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        teacher = zeroshard.shard(nn.Linear(4, 4).requires_grad_(False), plan)
+        for call in (teacher.main_parts, lambda handle=teacher: handle.set_main_parts([])):
+            with pytest.raises(zeroshard.Error, match="no parameter of this model has trained"):
+                call()
+        partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        partly[0].requires_grad_(False)
+        assert len(zeroshard.shard(partly, plan, units=nn.Linear).main_parts()) == 1  # the control
+        assert zeroshard.shard(nn.ReLU(), plan).main_parts() == []

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import zeroshard
+from tests.together import on_ranks
 from zeroshard.integrations import Sharding
 from zeroshard.placement import DDP, ZERO1, ZERO2, ZERO3, Plan, as_plan
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration
 from zeroshard.precision import MixedPrecision, as_precision
-from zeroshard.testing import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -30,21 +30,19 @@ def test_plans(plan: Plan, names: list[Any]) -> None:
     assert [as_plan(name) for name in names] == [plan] * len(names)
 
 
-def test_hybrid_sharding_is_a_plan_over_a_mesh_of_two_axes() -> None:
-    def check(rank: int) -> None:
-        for shape in ((2, 1), (1, 2)):
-            names = ("dp_replicate", "dp_shard")
-            grid = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
-            for name in ("hybrid", "HYBRID_SHARD", "hsdp"):
-                model = nn.Linear(5, 3)
-                handle = zeroshard.shard(model, name, mesh=grid)
-                assert handle.plan == ZERO3
-                assert Sharding(name).shard(model) is Sharding("zero3", mesh=grid).shard(model) is handle
-        for mesh in (None, grid["dp_shard"], torch.distributed.group.WORLD):  # a control
-            with pytest.raises(ValueError, match="'hybrid': hybrid sharding is a plan over a mesh of two axes: shard"):
-                zeroshard.shard(nn.Linear(5, 3), "hybrid", mesh=mesh)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_hybrid_sharding_is_a_plan_over_a_mesh_of_two_axes(rank: int) -> None:
+    for shape in ((2, 1), (1, 2)):
+        names = ("dp_replicate", "dp_shard")
+        grid = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for name in ("hybrid", "HYBRID_SHARD", "hsdp"):
+            model = nn.Linear(5, 3)
+            handle = zeroshard.shard(model, name, mesh=grid)
+            assert handle.plan == ZERO3
+            assert Sharding(name).shard(model) is Sharding("zero3", mesh=grid).shard(model) is handle
+    for mesh in (None, grid["dp_shard"], torch.distributed.group.WORLD):  # a control
+        with pytest.raises(ValueError, match="'hybrid': hybrid sharding is a plan over a mesh of two axes: shard"):
+            zeroshard.shard(nn.Linear(5, 3), "hybrid", mesh=mesh)
 
 
 def test_hybrid_sharding_is_planned_with_replicas() -> None:
@@ -73,7 +71,8 @@ def test_precisions() -> None:
     )
 
 
-def test_they_train() -> None:
+@on_ranks(2)
+def test_they_train(rank: int) -> None:
     def trained(plan: Any, precision: Any) -> torch.Tensor:
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
@@ -83,8 +82,5 @@ def test_they_train() -> None:
         optimizer.step()
         return handle.full_state_dict()["weight"]
 
-    def compare(rank: int) -> None:
-        for ours, theirs in [(("zero3", "bf16"), (3, torch.bfloat16)), (("ddp", "fp32"), ("NO_SHARD", "32-true"))]:
-            assert torch.equal(trained(*ours), trained(*theirs))
-
-    run_ranks(compare, 2)
+    for ours, theirs in [(("zero3", "bf16"), (3, torch.bfloat16)), (("ddp", "fp32"), ("NO_SHARD", "32-true"))]:
+        assert torch.equal(trained(*ours), trained(*theirs))

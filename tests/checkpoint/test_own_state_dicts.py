@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import plans_of, same_bits
+from tests.together import on_ranks
 from zeroshard.integrations.sharding import trained_state
 from zeroshard.testing import run_ranks
 
@@ -129,32 +130,29 @@ def flat(state: Any) -> dict[str, Any]:
         *(InAnotherType, WithOneInside, BothOfItsOwn, WithExtraState),
     ],
 )
-def test_the_full_state_is_what_the_models_state_dict_makes_of_the_values(of_class: type[Net]) -> None:
+@on_ranks(2)
+def test_the_full_state_is_what_the_models_state_dict_makes_of_the_values(rank: int, of_class: type[Net]) -> None:
     """Also main's, and as integrations save it: under ZeRO-3 it raised, elsewhere main's were in 16 bits."""
-
-    def check(rank: int) -> None:
-        for plan in ("ddp", "zero1", "zero3"):
-            torch.manual_seed(0)
-            model, plain = of_class(), of_class()
-            plain.load_state_dict(nn.Module.state_dict(model))
-            if of_class is BothOfItsOwn:
-                nn.Module.load_state_dict(plain, nn.Module.state_dict(model))
-            expected = plain.state_dict()
-            precision = zeroshard.MixedPrecision(param=torch.bfloat16, keep=(nn.BatchNorm1d,))
-            handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
-            for found in (handle.full_state_dict(main=True), handle.full_state_dict(main=True, rank0_only=True)):
-                assert found == {} or same_state(found, expected), plan
-                assert found or rank == 1
-            saved = trained_state(handle)
-            assert rank == 1 or same_state(saved, expected), plan
-            for linear in (plain.a, plain.b):
-                linear.bfloat16()
-            if of_class is WithOneInside:
-                plain.inside.a.bfloat16(), plain.inside.b.bfloat16()
-            assert same_state(handle.full_state_dict(), plain.state_dict()), plan
-            assert all(isinstance(one, nn.Parameter) for one in model.parameters()) and len(handle.engine.units) > 1
-
-    run_ranks(check, 2)
+    for plan in ("ddp", "zero1", "zero3"):
+        torch.manual_seed(0)
+        model, plain = of_class(), of_class()
+        plain.load_state_dict(nn.Module.state_dict(model))
+        if of_class is BothOfItsOwn:
+            nn.Module.load_state_dict(plain, nn.Module.state_dict(model))
+        expected = plain.state_dict()
+        precision = zeroshard.MixedPrecision(param=torch.bfloat16, keep=(nn.BatchNorm1d,))
+        handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
+        for found in (handle.full_state_dict(main=True), handle.full_state_dict(main=True, rank0_only=True)):
+            assert found == {} or same_state(found, expected), plan
+            assert found or rank == 1
+        saved = trained_state(handle)
+        assert rank == 1 or same_state(saved, expected), plan
+        for linear in (plain.a, plain.b):
+            linear.bfloat16()
+        if of_class is WithOneInside:
+            plain.inside.a.bfloat16(), plain.inside.b.bfloat16()
+        assert same_state(handle.full_state_dict(), plain.state_dict()), plan
+        assert all(isinstance(one, nn.Parameter) for one in model.parameters()) and len(handle.engine.units) > 1
 
 
 def same_state(found: Any, expected: Any) -> bool:
@@ -165,20 +163,17 @@ def same_state(found: Any, expected: Any) -> bool:
 
 
 @pytest.mark.by_gloo
-def test_a_full_state_is_loaded_under_the_names_of_torch() -> None:
+@on_ranks(2)
+def test_a_full_state_is_loaded_under_the_names_of_torch(rank: int) -> None:
     """A model with a `load_state_dict()` of its own as well is refused."""
-
-    def check(rank: int) -> None:
-        for of_class in (WithoutArguments, OfCopies, CopiesOfBuffers, Filtered):
-            for plan in ("zero1", "zero3"):
-                model, other = of_class(), of_class()
-                state = {name: value.clone() for name, value in nn.Module.state_dict(other).items()}
-                handle = zeroshard.shard(model, plan, units=nn.Linear)
-                handle.load_full_state_dict(state if rank == 0 else None, strict=False, broadcast_from_rank0=True)
-                with handle.unsharded():
-                    assert torch.equal(model.a.weight, other.a.weight) or rank == 1
-        handle = zeroshard.shard(BothOfItsOwn(), "zero3", units=nn.Linear)
-        with pytest.raises(ValueError, match=r"BothOfItsOwn has a load_state_dict\(\) of its own"):
-            handle.load_full_state_dict({})
-
-    run_ranks(check, 2)
+    for of_class in (WithoutArguments, OfCopies, CopiesOfBuffers, Filtered):
+        for plan in ("zero1", "zero3"):
+            model, other = of_class(), of_class()
+            state = {name: value.clone() for name, value in nn.Module.state_dict(other).items()}
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            handle.load_full_state_dict(state if rank == 0 else None, strict=False, broadcast_from_rank0=True)
+            with handle.unsharded():
+                assert torch.equal(model.a.weight, other.a.weight) or rank == 1
+    handle = zeroshard.shard(BothOfItsOwn(), "zero3", units=nn.Linear)
+    with pytest.raises(ValueError, match=r"BothOfItsOwn has a load_state_dict\(\) of its own"):
+        handle.load_full_state_dict({})

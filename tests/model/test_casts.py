@@ -24,7 +24,6 @@ from tests.together import in_turn, on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
 from zeroshard.reference import Reference
-from zeroshard.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -173,29 +172,27 @@ def test_output(rank: int) -> None:
 
 
 @pytest.mark.by_gloo  # DTensor finds no backend for the other one's groups
-def test_the_casts_are_those_of_fsdp2() -> None:
+@on_ranks(2)
+def test_the_casts_are_those_of_fsdp2(rank: int) -> None:
     """Outputs and gradients equal those of torch's own policy at the same modules, bit for bit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    def check(rank: int) -> None:
-        theirs = make(Model)
-        mesh = init_device_mesh("cpu", (2,))
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
-        for block in theirs.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(theirs, mesh=mesh, mp_policy=policy)
-        ours = make(Model)
-        handle = zeroshard.shard(ours, "zero3", units=Block, precision=MixedPrecision(output=FP32))
-        outputs = [model(batch(rank, 0)) for model in (theirs, ours)]
-        assert outputs[0].dtype == outputs[1].dtype == FP32
-        assert torch.equal(*outputs)
-        for out in outputs:
-            out.square().mean().backward()
-        for name, parameter in theirs.named_parameters():
-            torch.testing.assert_close(handle.gradient(name), parameter.grad.full_tensor())
-
-    run_ranks(check, 2)
+    theirs = make(Model)
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
+    for block in theirs.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    ours = make(Model)
+    handle = zeroshard.shard(ours, "zero3", units=Block, precision=MixedPrecision(output=FP32))
+    outputs = [model(batch(rank, 0)) for model in (theirs, ours)]
+    assert outputs[0].dtype == outputs[1].dtype == FP32
+    assert torch.equal(*outputs)
+    for out in outputs:
+        out.square().mean().backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(handle.gradient(name), parameter.grad.full_tensor())
 
 
 class Again(Block):

@@ -312,7 +312,8 @@ def penalised(rank: int, plan: Any, units: Any, *, in_scope: bool = False) -> di
     return handle.full_state_dict()
 
 
-def test_gradients_of_gradients_where_weights_stay() -> None:
+@on_ranks(2)
+def test_gradients_of_gradients_where_weights_stay(rank: int) -> None:
     def plain(rank: int) -> dict[str, Tensor]:
         model = make(critic)
         for step in range(2):
@@ -326,21 +327,17 @@ def test_gradients_of_gradients_where_weights_stay() -> None:
                     p.sub_(0.1 * ((a + b) * 0.5))
         return dict(model.state_dict())
 
-    expected = run_ranks(plain, 1)[0]
-
-    def check(rank: int) -> None:
-        ways = [(plan, nn.Linear, False) for plan in PLANS[:3]]
-        ways += [
-            (zeroshard.ZERO3, 1 << 20, False),
-            (zeroshard.ZERO3, 1 << 20, True),
-            (zeroshard.ZERO3, nn.Linear, True),
-        ]
-        for plan, units, in_scope in ways:
-            found = penalised(rank, plan, units, in_scope=in_scope)
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name].cpu(), value)
-
-    run_ranks(check, 2)
+    expected = plain(rank)
+    ways = [(plan, nn.Linear, False) for plan in PLANS[:3]]
+    ways += [
+        (zeroshard.ZERO3, 1 << 20, False),
+        (zeroshard.ZERO3, 1 << 20, True),
+        (zeroshard.ZERO3, nn.Linear, True),
+    ]
+    for plan, units, in_scope in ways:
+        found = penalised(rank, plan, units, in_scope=in_scope)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name].cpu(), value)
 
 
 def test_gradients_of_gradients_are_refused_where_places_are_taken_in_turns() -> None:

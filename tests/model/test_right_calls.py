@@ -31,28 +31,26 @@ def refused(kind: type[Exception], told: str, call: Any, *args: Any, **kwargs: A
     assert isinstance(caught.value, (zeroshard.Error, AttributeError)), told
 
 
-def test_the_handle_is_not_the_model() -> None:
-    def check(rank: int) -> None:
-        handle: Any = zeroshard.shard(build(), "zero2", precision="bf16", units=nn.Linear)
-        stays = "the model stays the object it was"
-        refused(TypeError, f"a Handle cannot be called.*{stays}.*model", handle, torch.ones(2, 5))
-        for name in ("parameters", "train", "eval", "to"):
-            refused(AttributeError, rf"no attribute '{name}'.*{stays}.*model\.{name}", getattr, handle, name)
-        refused(AttributeError, r"handle\.full_state_dict\(", getattr, handle, "state_dict")
-        refused(AttributeError, r"handle\.load_full_state_dict\(", getattr, handle, "load_state_dict")
-        for name in ("backward", "step", "clip_grad_norm_"):  # of DeepSpeed's engine, and of FSDP
-            refused(AttributeError, rf"no attribute '{name}': write .*optimizer\.{name}\(", getattr, handle, name)
-        refused(AttributeError, r"write zeroshard\.save\(directory, handle", getattr, handle, "save_checkpoint")
-        refused(AttributeError, "no attribute 'unit'$", getattr, handle, "unit")
-        assert repr(handle) == "Handle(zero2, 2 units, 57 parameters on 2 ranks, bf16)"
-        handle.close()
-        assert repr(handle) == "Handle(closed)"
-        mixed = zeroshard.MixedPrecision(grad=torch.bfloat16, main=torch.bfloat16)
-        found = repr(zeroshard.shard(build(), "ddp", units=nn.Linear, precision={"0": "fp32", "*": mixed}))
-        bf16 = "bfloat16 weights, bfloat16 gradients, bfloat16 main"
-        assert found == f"Handle(ddp, 2 units, 57 parameters on 2 ranks, {bf16}, fp32)"
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_the_handle_is_not_the_model(rank: int) -> None:
+    handle: Any = zeroshard.shard(build(), "zero2", precision="bf16", units=nn.Linear)
+    stays = "the model stays the object it was"
+    refused(TypeError, f"a Handle cannot be called.*{stays}.*model", handle, torch.ones(2, 5))
+    for name in ("parameters", "train", "eval", "to"):
+        refused(AttributeError, rf"no attribute '{name}'.*{stays}.*model\.{name}", getattr, handle, name)
+    refused(AttributeError, r"handle\.full_state_dict\(", getattr, handle, "state_dict")
+    refused(AttributeError, r"handle\.load_full_state_dict\(", getattr, handle, "load_state_dict")
+    for name in ("backward", "step", "clip_grad_norm_"):  # of DeepSpeed's engine, and of FSDP
+        refused(AttributeError, rf"no attribute '{name}': write .*optimizer\.{name}\(", getattr, handle, name)
+    refused(AttributeError, r"write zeroshard\.save\(directory, handle", getattr, handle, "save_checkpoint")
+    refused(AttributeError, "no attribute 'unit'$", getattr, handle, "unit")
+    assert repr(handle) == "Handle(zero2, 2 units, 57 parameters on 2 ranks, bf16)"
+    handle.close()
+    assert repr(handle) == "Handle(closed)"
+    mixed = zeroshard.MixedPrecision(grad=torch.bfloat16, main=torch.bfloat16)
+    found = repr(zeroshard.shard(build(), "ddp", units=nn.Linear, precision={"0": "fp32", "*": mixed}))
+    bf16 = "bfloat16 weights, bfloat16 gradients, bfloat16 main"
+    assert found == f"Handle(ddp, 2 units, 57 parameters on 2 ranks, {bf16}, fp32)"
 
 
 def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from tests.kit import (
 from tests.together import on_ranks
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration
-from zeroshard.testing import run_ranks
 
 THREE = partial(Net, blocks=3)
 UNTIED = Job(model=THREE, precision="bf16", steps=3, units=None)
@@ -139,25 +138,23 @@ def test_units_in_a_sequence_that_is_no_list(rank: int) -> None:
         assert names[0] == names[1] and len(names[0]) > 2, names
 
 
-def test_bad_groups() -> None:
-    def check(rank: int) -> None:
-        for wrong, told in (
-            ([Block, ("norm", "tail")], "'tail' in a group is no module inside Net"),
-            ([("norm", nn.Linear(1, 1))], "a Linear in a group is no module inside Net"),
-            ([Block, ()], "a group without modules"),
-            ([("norm", "head"), ("head", "embed")], "head is in two groups"),
-            ([Block, "norm"], "no module of a class 'norm'"),
-        ):
-            with pytest.raises(ValueError, match=told):
-                zeroshard.shard(make(THREE), "zero3", units=wrong)
-        for keep, told in (
-            (["blocks.7"], r"'blocks\.7' matches no unit; units are"),
-            ([nn.LayerNorm], "matches no unit"),
-        ):
-            with pytest.raises(ValueError, match=told):
-                zeroshard.shard(make(THREE), "zero3", units=Block, keep_gathered=keep)
-
-    run_ranks(check, 1)
+@on_ranks(1)
+def test_bad_groups(rank: int) -> None:
+    for wrong, told in (
+        ([Block, ("norm", "tail")], "'tail' in a group is no module inside Net"),
+        ([("norm", nn.Linear(1, 1))], "a Linear in a group is no module inside Net"),
+        ([Block, ()], "a group without modules"),
+        ([("norm", "head"), ("head", "embed")], "head is in two groups"),
+        ([Block, "norm"], "no module of a class 'norm'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            zeroshard.shard(make(THREE), "zero3", units=wrong)
+    for keep, told in (
+        (["blocks.7"], r"'blocks\.7' matches no unit; units are"),
+        ([nn.LayerNorm], "matches no unit"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            zeroshard.shard(make(THREE), "zero3", units=Block, keep_gathered=keep)
 
 
 @pytest.mark.by_cpu

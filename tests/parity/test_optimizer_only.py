@@ -74,13 +74,11 @@ def test_parity_with_a_plain_optimizer_under_ddp(num_ranks: int) -> None:
         expect_same_logs(logs)
 
 
-def test_another_learning_rate_is_seen() -> None:
-    def check(rank: int) -> None:
-        plain, _ = train(rank, False, ADAMW)
-        other, _ = train(rank, True, {**ADAMW, "lr": 0.0101})
-        assert not same_bits(plain, other)
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_another_learning_rate_is_seen(rank: int) -> None:
+    plain, _ = train(rank, False, ADAMW)
+    other, _ = train(rank, True, {**ADAMW, "lr": 0.0101})
+    assert not same_bits(plain, other)
 
 
 def test_state_is_sharded_and_weights_are_gathered_once_per_step() -> None:

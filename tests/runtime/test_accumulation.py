@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.kit import NUM_RANKS, PLANS, State, make, plans_of, same_bits, with_plans
 from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
+from tests.together import on_ranks
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
@@ -98,34 +99,29 @@ def test_ranks_sum_in_fp32_also_when_16_bits_travel() -> None:
         expect_equal_logs(logs)
 
 
-def test_a_wider_wire_sums_16_bit_gradients_once_rounded() -> None:
+@on_ranks(5)
+def test_a_wider_wire_sums_16_bit_gradients_once_rounded(rank: int) -> None:
     """With bf16 gradients and fp32 on the wire, only the sum over ranks (here to 1 + 2 / 256) and the mean are
     rounded."""
-
-    def check(rank: int) -> None:
-        for plan in plans_of(1):
-            wide, _ = accumulated(plan, MixedPrecision(grad=BF16, reduce=FP32), True, [PARTS[rank]])
-            narrow, _ = accumulated(plan, MixedPrecision(grad=BF16), True, [PARTS[rank]])
-            assert wide == float(torch.tensor(EXACT).to(BF16) / 5)
-            assert narrow == float(torch.tensor(1.0).to(BF16) / 5)
-
-    run_ranks(check, 5)
+    for plan in plans_of(1):
+        wide, _ = accumulated(plan, MixedPrecision(grad=BF16, reduce=FP32), True, [PARTS[rank]])
+        narrow, _ = accumulated(plan, MixedPrecision(grad=BF16), True, [PARTS[rank]])
+        assert wide == float(torch.tensor(EXACT).to(BF16) / 5)
+        assert narrow == float(torch.tensor(1.0).to(BF16) / 5)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_16_bit_gradients_lose_it(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_16_bit_gradients_lose_it(rank: int, num_ranks: int) -> None:
     """The negative control: accumulated in bf16, the same parts give 1."""
-
-    def check(rank: int) -> None:
-        parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
-        for plan, every in itertools.product(PLANS, (False, True)):
-            assert accumulated(plan, MixedPrecision(grad=BF16), every, parts)[0] == 1.0
-            assert accumulated(plan, MixedPrecision(FP16, FP16, None, FP32), every, parts)[0] == EXACT  # 11 bits
-
-    run_ranks(check, num_ranks)
+    parts = [part * num_ranks if rank == 0 else 0.0 for part in PARTS]
+    for plan, every in itertools.product(PLANS, (False, True)):
+        assert accumulated(plan, MixedPrecision(grad=BF16), every, parts)[0] == 1.0
+        assert accumulated(plan, MixedPrecision(FP16, FP16, None, FP32), every, parts)[0] == EXACT  # 11 bits
 
 
-def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
+@on_ranks(2)
+def test_uses_of_a_parameter_within_one_backward_sum_in_fp32(rank: int) -> None:
     """Tied weights, or a module called several times: autograd adds up these gradients, the last call first, before the
     engine gets them."""
 
@@ -140,13 +136,10 @@ def test_uses_of_a_parameter_within_one_backward_sum_in_fp32() -> None:
         assert all(p.grad_dtype == p.dtype for p in model.parameters())
         return value
 
-    def check(rank: int) -> None:
-        for plan in plans_of(0):
-            for precision in ("bf16", "bf16-remainder"):
-                assert total(plan, precision) == EXACT, (plan, precision)
-            assert total(plan, MixedPrecision(grad=BF16)) == 1.0
-
-    run_ranks(check, 2)
+    for plan in plans_of(0):
+        for precision in ("bf16", "bf16-remainder"):
+            assert total(plan, precision) == EXACT, (plan, precision)
+        assert total(plan, MixedPrecision(grad=BF16)) == 1.0
 
 
 def mixed(rank: int, plan: Any, num_synced: int, between: Callable[[nn.Module], None] | None) -> State:
@@ -165,14 +158,11 @@ def mixed(rank: int, plan: Any, num_synced: int, between: Callable[[nn.Module], 
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_plans_agree_where_backwards_under_no_sync_follow_a_reduction(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_plans_agree_where_backwards_under_no_sync_follow_a_reduction(rank: int, num_ranks: int) -> None:
     """DDP and ZeRO-1 added these gradients to the mean so far, and ZeRO-2 and ZeRO-3 to each other first."""
-
-    def check(rank: int) -> None:
-        first, *others = [mixed(rank, plan, 4, None) for plan in PLANS]
-        assert all(same_bits(first, other) for other in others)
-
-    run_ranks(check, num_ranks)
+    first, *others = [mixed(rank, plan, 4, None) for plan in PLANS]
+    assert all(same_bits(first, other) for other in others)
 
 
 class Twice(nn.Module):
@@ -190,7 +180,8 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_plans_agree_where_a_backward_adds_two_gradients_to_a_mean(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_plans_agree_where_a_backward_adds_two_gradients_to_a_mean(rank: int, num_ranks: int) -> None:
     """ZeRO-2 and ZeRO-3 added the two to each other first, and DDP and ZeRO-1 each to the mean."""
 
     def trained(rank: int, plan: Any, precision: Any) -> State:
@@ -203,12 +194,9 @@ def test_plans_agree_where_a_backward_adds_two_gradients_to_a_mean(num_ranks: in
                 optimizer.step()
         return handle.full_state_dict(main=True)
 
-    def check(rank: int) -> None:
-        for precision in (None, "bf16", MixedPrecision(FP32, BF16, None, FP32)):
-            first, *others = [trained(rank, plan, precision) for plan in PLANS]
-            assert all(same_bits(first, other) for other in others), precision
-
-    run_ranks(check, num_ranks)
+    for precision in (None, "bf16", MixedPrecision(FP32, BF16, None, FP32)):
+        first, *others = [trained(rank, plan, precision) for plan in PLANS]
+        assert all(same_bits(first, other) for other in others), precision
 
 
 def zero_one(model: nn.Module) -> None:
@@ -218,11 +206,10 @@ def zero_one(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("zero", [zero_one, lambda model: model.zero_grad(set_to_none=False)], ids=["each", "model"])
-def test_gradients_that_are_zeroed_where_a_part_of_them_is_not_reduced_yet(zero: Callable[[nn.Module], None]) -> None:
+@on_ranks(2)
+def test_gradients_that_are_zeroed_where_a_part_of_them_is_not_reduced_yet(
+    rank: int, zero: Callable[[nn.Module], None]
+) -> None:
     """ZeRO-1 zeroed the own part of the bucket, and ZeRO-2 and ZeRO-3 the mean: the rest was stepped, in silence."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            assert same_bits(mixed(rank, plan, 4, zero), mixed(rank, plan, 1, None)), plan
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        assert same_bits(mixed(rank, plan, 4, zero), mixed(rank, plan, 1, None)), plan

@@ -507,7 +507,8 @@ class Unused(nn.Module):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_loss_that_the_model_discards_leaves_nothing(num_ranks: int) -> None:
+@on_ranks("num_ranks")
+def test_a_loss_that_the_model_discards_leaves_nothing(rank: int, num_ranks: int) -> None:
     """`model.zero_grad()` cannot see the zeros of what no rank has used. With them the loss would keep its weight."""
 
     def trained(rank: int, plan: str, weight: float | None, *, discards: bool) -> dict[str, Tensor]:
@@ -523,12 +524,9 @@ def test_a_loss_that_the_model_discards_leaves_nothing(num_ranks: int) -> None:
         optimizer.step()
         return handle.full_state_dict()
 
-    def check(rank: int) -> None:
-        for plan, weight in itertools.product(PLANS, (None, 0.5)):
-            found = [trained(rank, plan, weight, discards=discards) for discards in (False, True)]
-            assert same_bits(*found), (plan, weight)
-
-    run_ranks(check, num_ranks)
+    for plan, weight in itertools.product(PLANS, (None, 0.5)):
+        found = [trained(rank, plan, weight, discards=discards) for discards in (False, True)]
+        assert same_bits(*found), (plan, weight)
 
 
 class Deaf(Run):
@@ -582,8 +580,10 @@ def as_torch_ddp(rank: int) -> None:
     assert all("a step has used it" in repr(p.grad) for p in run.model.parameters())
 
 
-def test_under_ddp_it_is_the_mean_as_torch_ddp_leaves_it() -> None:
-    run_ranks(as_torch_ddp, 3)
+@on_ranks(3)
+def test_under_ddp_it_is_the_mean_as_torch_ddp_leaves_it(rank: int) -> None:
+
+    as_torch_ddp(rank)
 
 
 def local_terms(rank: int, plan: str) -> None:
@@ -721,8 +721,10 @@ def on_one_rank_only(rank: int, plan: str) -> None:
         run.optimizer.step()
 
 
-def test_discarding_on_one_rank_only_is_an_error_everywhere() -> None:
-    run_ranks(on_one_rank_only, 2, "zero2")
+@on_ranks(2)
+def test_discarding_on_one_rank_only_is_an_error_everywhere(rank: int) -> None:
+
+    on_one_rank_only(rank, "zero2")
 
 
 # Other ways to get gradients ------------------------------------------------------------------------------------------

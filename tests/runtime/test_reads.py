@@ -121,26 +121,25 @@ def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(rank: int) ->
     in_turn(check, ["training", "evaluation", "inference"])(rank)
 
 
-def test_so_does_a_read_outside_of_forward() -> None:
-    def check(rank: int) -> None:
-        model = make(Net)
-        handle = zeroshard.shard(model, "zero3", units=Block)
-        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
-        for step in range(2):
-            for name, reads in READS.items():
-                expect_read(lambda reads=reads: reads(model), name)
-            optimizer.backward(loss_of_tokens(model, rank, 0, step))
-            expect_read(lambda: READS["norm"](model), "between backward and step")
-            optimizer.step()
-        handle.close()
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-        assert READS["norm"](model).isfinite()
-
-    run_ranks(check, 3)
+@on_ranks(3)
+def test_so_does_a_read_outside_of_forward(rank: int) -> None:
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        for name, reads in READS.items():
+            expect_read(lambda reads=reads: reads(model), name)
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        expect_read(lambda: READS["norm"](model), "between backward and step")
+        optimizer.step()
+    handle.close()
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert READS["norm"](model).isfinite()
 
 
 @pytest.mark.by_cpu
-def test_what_is_here_is_read_as_in_plain_torch() -> None:
+@on_ranks(2)
+def test_what_is_here_is_read_as_in_plain_torch(rank: int) -> None:
     """The negative control: where every rank holds the weights, and inside `unsharded`."""
 
     @torch.no_grad()
@@ -159,7 +158,7 @@ def test_what_is_here_is_read_as_in_plain_torch() -> None:
             if plan is zeroshard.ZERO3:
                 expect_read(lambda model=model: READS["norm"](model))
 
-    run_ranks(check, 2)
+    check(rank)
 
 
 @pytest.mark.by_cpu
