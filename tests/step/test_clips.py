@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import EVERYTHING
 from tests.kit import PLANS, plans_of, travelling
+from tests.together import on_ranks
 from zeroshard.step.clipping import Clipping
 from zeroshard.testing import RankError, run_ranks
 
@@ -133,21 +135,19 @@ def test_clips_and_edits_act_in_the_order_of_the_calls(num_ranks: int) -> None:
     run_ranks(check, num_ranks)
 
 
-def test_a_discarded_gradient_takes_its_clip_along() -> None:
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            clipped, plain = Steps(rank, 2, plan), Steps(rank, 2, plan)
-            for steps in (clipped, plain):
-                steps.backward()
-                if steps is clipped:
-                    steps.norm(1e-3)
-                    steps.value(1e-4)
-                steps.model.zero_grad()
-                steps.backward()
-                steps.optimizer.step()
-            assert all(torch.equal(clipped.weights()[name], value) for name, value in plain.weights().items()), plan
-
-    run_ranks(check, 2)
+@on_ranks(2)
+def test_a_discarded_gradient_takes_its_clip_along(rank: int) -> None:
+    for plan in PLANS:
+        clipped, plain = Steps(rank, 2, plan), Steps(rank, 2, plan)
+        for steps in (clipped, plain):
+            steps.backward()
+            if steps is clipped:
+                steps.norm(1e-3)
+                steps.value(1e-4)
+            steps.model.zero_grad()
+            steps.backward()
+            steps.optimizer.step()
+        assert all(torch.equal(clipped.weights()[name], value) for name, value in plain.weights().items()), plan
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])
@@ -161,50 +161,45 @@ def test_a_norm_that_is_none_is_refused(norm_type: float) -> None:
         run_ranks(check, 2)
 
 
-def test_clips_of_weighted_losses() -> None:
+@on_ranks(2)
+def test_clips_of_weighted_losses(rank: int) -> None:
     """The gradients are not the final ones until the step: its bound is known to a clip by norm, and to no backward."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            steps = Steps(rank, 2, plan)
-            steps.optimizer.backward(steps._loss(rank), weight=10.0 + 10 * rank)
-            first, second = steps.norm(0.1), steps.norm(0.05)
-            assert first > 1 and second == pytest.approx(0.1, rel=1e-4)
-            steps.value(0.01)
-            left = steps.norm(1.0)
-            assert 0.01 < left < 0.05
-            steps.value(0.005)
-            with pytest.raises(zeroshard.Error, match="between clip_grad_value_ and the step"):
-                steps.read()
-            before = {name: value.clone() for name, value in steps.weights().items()}
-            steps.optimizer.step()
-            moved = torch.cat([(steps.weights()[name] - value).view(-1) for name, value in before.items()])
-            assert moved.norm() < left and 0.005 * 0.99 < moved.abs().max() <= 0.005 * 1.001
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        steps = Steps(rank, 2, plan)
+        steps.optimizer.backward(steps._loss(rank), weight=10.0 + 10 * rank)
+        first, second = steps.norm(0.1), steps.norm(0.05)
+        assert first > 1 and second == pytest.approx(0.1, rel=1e-4)
+        steps.value(0.01)
+        left = steps.norm(1.0)
+        assert 0.01 < left < 0.05
+        steps.value(0.005)
+        with pytest.raises(zeroshard.Error, match="between clip_grad_value_ and the step"):
+            steps.read()
+        before = {name: value.clone() for name, value in steps.weights().items()}
+        steps.optimizer.step()
+        moved = torch.cat([(steps.weights()[name] - value).view(-1) for name, value in before.items()])
+        assert moved.norm() < left and 0.005 * 0.99 < moved.abs().max() <= 0.005 * 1.001
 
 
-def test_clipped_gradients_are_rounded_to_mains_dtype_alone() -> None:
+@on_ranks(2)
+def test_clipped_gradients_are_rounded_to_mains_dtype_alone(rank: int) -> None:
     """Gradients of 16 bits times the factor would be rounded twice."""
-
-    def check(rank: int) -> None:
-        for plan in PLANS:
-            torch.manual_seed(0)
-            model = nn.Linear(8, 6)
-            handle = zeroshard.shard(model, plan, precision=zeroshard.MixedPrecision(grad=torch.bfloat16))
-            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
-            before = handle.full_state_dict(main=True)
-            model(torch.full((5, 8), 1.0 + rank)).square().sum().backward()
-            gradients = {name: handle.gradient(name).float() for name in before}
-            factor = 0.1 / optimizer.clip_grad_norm_(0.1).item()
-            optimizer.step()
-            for name, after in handle.full_state_dict(main=True).items():
-                torch.testing.assert_close(before[name] - after, gradients[name] * factor, rtol=1e-4, atol=1e-6)
-
-    run_ranks(check, 2)
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 6)
+        handle = zeroshard.shard(model, plan, precision=zeroshard.MixedPrecision(grad=torch.bfloat16))
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+        before = handle.full_state_dict(main=True)
+        model(torch.full((5, 8), 1.0 + rank)).square().sum().backward()
+        gradients = {name: handle.gradient(name).float() for name in before}
+        factor = 0.1 / optimizer.clip_grad_norm_(0.1).item()
+        optimizer.step()
+        for name, after in handle.full_state_dict(main=True).items():
+            torch.testing.assert_close(before[name] - after, gradients[name] * factor, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it() -> None:
+@on_ranks(2)
+def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it(rank: int) -> None:
     """The ranks agree at the clip. A rank that then read its peers' memory found what they had stepped already."""
 
     def in_scope(steps: Steps) -> dict[str, Tensor]:
@@ -218,19 +213,16 @@ def test_weights_that_are_read_between_a_clip_and_the_step_are_those_before_it()
     def cloned(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in values.items()}
 
-    def check(rank: int) -> None:
-        for number in range(60):
-            read = (lambda steps: cloned(steps.weights()), in_scope, in_forward)[number % 3]
-            steps = Steps(rank, 2, zeroshard.ZERO3)
-            expected = read(steps)
-            steps.backward()
-            steps.norm(0.1)
-            found = read(steps)
-            steps.optimizer.step()
-            assert all(torch.equal(found[name], value) for name, value in expected.items()), number
-            assert not any(torch.equal(after, expected[name]) for name, after in read(steps).items())
-
-    run_ranks(check, 2)
+    for number in range(60 if EVERYTHING else 24):
+        read = (lambda steps: cloned(steps.weights()), in_scope, in_forward)[number % 3]
+        steps = Steps(rank, 2, zeroshard.ZERO3)
+        expected = read(steps)
+        steps.backward()
+        steps.norm(0.1)
+        found = read(steps)
+        steps.optimizer.step()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), number
+        assert not any(torch.equal(after, expected[name]) for name, after in read(steps).items())
 
 
 class Experts(nn.Module):
@@ -286,7 +278,7 @@ def test_a_rank_whose_gradients_are_zero_clips_as_the_others(num_ranks: int) -> 
         return handle.full_state_dict() if plan is not None else model.state_dict()
 
     def check(rank: int) -> None:
-        for seed in range(10):
+        for seed in range(10 if EVERYTHING else 6):
             zero, way = (0.0, -0.0)[seed % 2], ("shared", "pairwise", "native")[seed % 3]
             expected = step(rank, None, seed, zero)
             with travelling(way):
