@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
+from tests.grids import grid
 from tests.kit import PLANS, travelling
-from tests.together import in_turn
+from tests.together import in_turn, on_ranks
 from zeroshard.testing import RankError, run_ranks
 
 Hook = Callable[[Tensor], None]
@@ -76,7 +77,8 @@ def test_a_step_in_a_hook_of_a_gradient_raises_in_that_backward(num_ranks: int) 
     run_ranks(in_turn(check, [(case, plan) for case in cases for plan in PLANS]), num_ranks)
 
 
-def test_hooks_that_write_nothing_change_nothing() -> None:
+@on_ranks(2)
+def test_hooks_that_write_nothing_change_nothing(rank: int) -> None:
     """Also a write between two backwards, and hooks that were registered before `shard`."""
 
     def check(rank: int, before: bool, plan: zeroshard.placement.Plan) -> list[Tensor]:
@@ -101,7 +103,7 @@ def test_hooks_that_write_nothing_change_nothing() -> None:
         assert torch.equal(*weights)
         return weights
 
-    run_ranks(in_turn(check, [(before, plan) for before in (False, True) for plan in PLANS]), 2)
+    in_turn(check, [(before, plan) for before in (False, True) for plan in PLANS])(rank)
 
 
 class Backwards(nn.Module):
@@ -146,7 +148,8 @@ def put_twice(one: Tensor) -> None:
     one.grad = one.grad * 2
 
 
-def test_training_goes_on_after_an_error_at_the_end_of_a_backward() -> None:
+@on_ranks(2)
+def test_training_goes_on_after_an_error_at_the_end_of_a_backward(rank: int) -> None:
     """The reductions of that backward were never ended: the next ones raised, and so did `zero_grad`."""
 
     def check(rank: int, plan: zeroshard.placement.Plan) -> None:
@@ -171,7 +174,7 @@ def test_training_goes_on_after_an_error_at_the_end_of_a_backward() -> None:
             weights.append(torch.cat([value.flatten() for value in handle.full_state_dict().values()]))
         assert torch.equal(*weights)
 
-    run_ranks(in_turn(check, PLANS), 2)
+    in_turn(check, PLANS)(rank)
 
 
 @torch.no_grad()
@@ -222,9 +225,7 @@ def backward_that_writes(rank: int, layer: int, write: Callable[[Tensor], None],
         backward(model, rank)
 
 
-@pytest.mark.parametrize("way", ["shared", "pairwise"])
-@pytest.mark.parametrize("write", [halve, halve_data])
-@pytest.mark.parametrize("layer", [1, 3, 6])
+@pytest.mark.parametrize(("layer", "write", "way"), grid([1, 3, 6], [halve, halve_data], ["shared", "pairwise"]))
 def test_hooks_of_modules_in_backward_do_not_write_to_borrowed_weights(
     layer: int, write: Callable[[Tensor], None], way: str
 ) -> None:
