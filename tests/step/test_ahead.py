@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ import zeroshard
 from tests.ahead_of_host import queued
 from tests.kit import DEVICE, EVERYTHING, Block, Gated, Net, State, loss_of_tokens, make, same_bits, travelling
 from tests.timed_backend import TIMINGS, timed_ranks
+from tests.together import in_turn
 from zeroshard.step import agreement, ahead, control
 from zeroshard.step.ahead import is_fused
 from zeroshard.step.steppers import Steppers
 from zeroshard.testing import run_ranks
 
-STEPS, AT = 6, 3
+STEPS, AT = 5, 3
 """Steps of a run, and the one in which something happens: the second that goes ahead."""
 AHEAD = ("update ahead", "read")
 ADAMW = {"lr": 1e-2, "fused": True}
@@ -427,7 +428,11 @@ def both(rank: int, plan: Any, event: str) -> tuple[Run, Run]:
 
 def differences(num_ranks: int, plan: Any, event: str) -> list[str]:
     """What differs between runs that go ahead and runs that wait for each answer, and from what the event expects."""
-    found, lines = run_ranks(both, num_ranks, plan, event), []
+    return differences_in(run_ranks(both, num_ranks, plan, event), event)
+
+
+def differences_in(found: list[tuple[Run, Run]], event: str) -> list[str]:
+    lines = []
     for rank, (of_ahead, of_host) in enumerate(found):
         for step, (mine, expected) in enumerate(zip(of_ahead.found, of_host.found, strict=True)):
             lines += [f"rank {rank}, step {step}: {mine}, expected {expected}"] * (mine != expected)
@@ -443,13 +448,32 @@ def differences(num_ranks: int, plan: Any, event: str) -> list[str]:
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 
 
+AT_ONCE = 4
+"""Events that share a start of the ranks, and so a timing and the number of ranks."""
+
+
+@cache
+def of_events(start: int) -> dict[tuple[str, str], list[str]]:
+    """The differences of the events from this one on, by event and plan."""
+    numbers = range(start, min(start + AT_ONCE, len(EVENTS)))
+    cases = [
+        (plan, [*EVENTS][number]) for number in numbers for plan in (PLANS if EVERYTHING else [PLANS[(number + 1) % 4]])
+    ]
+    group = start // AT_ONCE
+    with timed_ranks(TIMINGS[group % len(TIMINGS)]):
+        by_rank = run_ranks(in_turn(both, cases), 2 + group % 2)
+    by_case = zip(*by_rank, strict=True)
+    return {
+        (event, plan): differences_in(list(found), event) for (plan, event), found in zip(cases, by_case, strict=True)
+    }
+
+
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_goes_ahead_is_what_follows_the_answer(event: str) -> None:
-    number = list(EVENTS).index(event)
-    for plan in PLANS if EVERYTHING else (PLANS[(number + 1) % 4],):
-        with timed_ranks(TIMINGS[number % len(TIMINGS)]):
-            assert not differences(2 + number // 4 % 2, plan, event), plan
+    start = [*EVENTS].index(event) // AT_ONCE * AT_ONCE
+    found = {plan: lines for (of, plan), lines in of_events(start).items() if of == event}
+    assert found and not any(found.values()), found
 
 
 def clips_on_the_host(rank: int) -> list[list[str]]:
