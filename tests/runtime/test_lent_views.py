@@ -69,6 +69,31 @@ def test_kept_tensors_have_the_values_of_the_last_step(
 
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
+def test_a_storage_that_is_kept_counts_as_a_tensor(rank: int, way: str) -> None:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO2)
+        bias = training.model[1].bias
+        storage, place, dtype = bias.untyped_storage(), bias.storage_offset(), bias.dtype
+        for _ in range(2):
+            training.step()
+            found = torch.empty(0, dtype=dtype, device=DEVICE).set_(storage, place, (WIDTH,)).clone()
+            assert torch.equal(found, training.handle.full_state_dict()["1.bias"].to(DEVICE))
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_what_moves_a_weight_to_shared_memory_is_told_to_take_a_copy(rank: int, way: str) -> None:
+    with travelling(way):
+        training = Training(rank, zeroshard.ZERO2)
+        training.step()
+        training.weight.detach().share_memory_()  # as a queue of torch.multiprocessing does
+        with pytest.raises(RuntimeError, match=r"replaced .*in shared memory, to which .* give them a copy"):
+            training.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
 def test_only_units_of_which_tensors_are_kept_are_waited_for(rank: int, way: str) -> None:
     with travelling(way):
         training = Training(rank, zeroshard.ZERO2)

@@ -112,6 +112,69 @@ def test_only_what_it_looks_at_takes_whole_parameters() -> None:
         granularity_of(ByAttribute, {}, True, parameters=[scaled])
 
 
+class Sometimes(torch.optim.Optimizer):
+    """Looks at an attribute where `where` says so."""
+
+    def __init__(self, params: Any, lr: float = 0.1, where: str = "") -> None:
+        super().__init__(params, {"lr": lr, "by_layer": False})
+        self.where = where
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["step"] = number = self.state[p].get("step", 0) + 1
+                    looks = {
+                        "group": group["by_layer"],
+                        "vector": p.ndim == 1,
+                        "late": number > 2,
+                    }.get(self.where, True)
+                    of_layer = vars(p) if self.where == "vars" else p.__dict__ if self.where == "dict" else None
+                    scale = 1.0
+                    if looks:
+                        scale = getattr(p, "lr_scale", 1.0) if of_layer is None else of_layer.get("lr_scale", 1.0)
+                    p.sub_(p.grad, alpha=group["lr"] * scale)
+
+
+SOMETIMES = ("group", "vector", "late", "vars", "dict")
+
+
+def test_what_a_class_looks_at_only_sometimes_is_found() -> None:
+    model = Model()
+    model.inner.bias.lr_scale = 0.1  # type: ignore[assignment]
+    scaled = [model.inner.weight, model.inner.bias]
+    for where in SOMETIMES:
+        groups = [{"lr": 0.1, "by_layer": True}] if where == "group" else []
+        found = granularity_of(Sometimes, {"where": where}, None, groups=groups, parameters=scaled)
+        assert found is Granularity.PARAMETER, where
+    assert granularity_of(Sometimes, {"where": "group"}, None, parameters=scaled) is Granularity.ELEMENT
+    assert granularity_of(Sometimes, {"where": "vector"}, None, parameters=scaled[:1]) is Granularity.ELEMENT
+
+
+@on_ranks(2)
+def test_an_attribute_that_is_set_later_is_refused_or_has_no_meaning(rank: int) -> None:
+    """Plain torch looks there in each step."""
+    for where in ("", *SOMETIMES):
+        model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1))
+        handle = zeroshard.shard(model, "zero2")
+        optimizer = zeroshard.ShardedOptimizer(handle, Sometimes, lr=0.1, where=where)
+        model[0].weight.of_no_meaning = 0.5  # type: ignore[assignment]
+
+        def step(model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        model[0].bias.lr_scale = 0.5  # type: ignore[assignment]
+        if where == "group":
+            step()
+            optimizer.param_groups[0]["by_layer"] = True
+        with pytest.raises(ValueError, match=r"Sometimes looks at attributes .*\(lr_scale\) and steps them in pieces"):
+            step()
+
+
 @on_ranks(2)
 def test_parameters_in_the_arguments_of_a_class_are_refused(rank: int) -> None:
     for plan in PLANS:

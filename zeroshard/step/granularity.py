@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -100,7 +100,8 @@ def granularity_of(
             if any(_shares_out(one) for one in kinds):
                 _refuse_communicating(tried, "keeps the state of a parameter on one rank, where no checkpoint finds it")
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
-        asked = _asked_for(tried, parameters)
+        there = _attributes_of(parameters)
+        asked = sorted(there & _asked_for(tried, groups, {parameter.ndim for parameter in parameters}) if there else ())
         if asked and declared is Granularity.ELEMENT:
             raise InvalidValue(
                 f"elementwise=True, and {tried.name} looks at attributes of parameters ({', '.join(asked[:5])}), which "
@@ -128,13 +129,17 @@ def _listed(optimizer_class: OptimizerClass) -> Granularity | None:
 
 class Watched:
     """The options of param groups that were stepped as elements, because a trial has found that: the user may change
-    one so that the class needs whole parameters."""
+    one so that the class needs whole parameters. So it does if parameters get attributes that it looks at."""
 
     def __init__(self, assignment: Assignment, elementwise: bool | None) -> None:
         """`elementwise`: as declared by the user. What needs no trial needs not be watched."""
         self._tried = _Tried(assignment.optimizer_class, assignment.defaults)
         is_tried = elementwise is None and _listed(assignment.optimizer_class) is None
         self._kinds = {i: kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
+        is_listed = _listed(assignment.optimizer_class) is not None
+        self._groups = [*assignment.options]
+        self._parameters = () if is_listed else tuple([member.parameter for member in assignment.members()])
+        self._unasked = _attributes_of(self._parameters)
 
     def note(self, groups: Sequence[Options]) -> None:
         """After a step: what the class has changed itself needs no trial."""
@@ -145,7 +150,8 @@ class Watched:
         """Before a step.
 
         Raises:
-            ValueError: with an option that has changed since the last step the class needs whole parameters.
+            ValueError: with an option or an attribute that has changed since the last step the class needs whole
+                parameters.
         """
         for index, before in self._kinds.items():
             if (kinds := kinds_of(groups[index])) == before:
@@ -162,6 +168,19 @@ class Watched:
                     "parameters, and is stepped in pieces. Pass elementwise=False (or True, if it does not) to the "
                     "optimizer, or set the option before you build it"
                 )
+            self._unasked.clear()  # with this option it may ask for others
+        if names := _attributes_of(self._parameters) - self._unasked:
+            of_groups = [{k: v for k, v in groups[index].items() if k != "params"} for index in self._groups]
+            with trial():
+                dims = {parameter.ndim for parameter in self._parameters}
+                asked = sorted(names & _asked_for(self._tried, of_groups, dims, once_built=True))
+            if asked:
+                raise InvalidValue(
+                    f"{self._tried.name} looks at attributes of parameters ({', '.join(asked[:5])}) and steps "
+                    "them in pieces, which have none: set them (or the option with which it looks there) before you "
+                    "build the optimizer, or pass elementwise=False"
+                )
+            self._unasked |= names
 
 
 def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: str, shape: Sequence[int]) -> None:
@@ -409,12 +428,12 @@ def _step_once(tried: _Tried, shape: Sequence[int] = (4, 6), *, with_closure: bo
     return calls
 
 
-def _asked_for(tried: _Tried, parameters: Sequence[Tensor]) -> list[str]:
-    """The attributes of these parameters that a step of the class looks for at what it steps."""
-    there = {name for parameter in parameters for name in parameter.__dict__}
-    if not there:
-        return []
-    asked = set()
+def _asked_for(
+    tried: _Tried, groups: Sequence[Options], dims: Collection[int], *, once_built: bool = False
+) -> frozenset[str]:
+    """The attributes for which the class looks at tensors that it steps (which have none here): of so many dimensions,
+    with the options of any of these groups. `once_built`: only those for which its steps look."""
+    asked = set[str]()
 
     class Asked(Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -423,12 +442,47 @@ def _asked_for(tried: _Tried, parameters: Sequence[Tensor]) -> list[str]:
             asked.add(name)
             raise AttributeError(f"no attribute {name!r}")
 
-    tensor = torch.ones(4, 6, device="cpu", requires_grad=True)
-    tensor.__class__ = Asked
-    tensor.grad = torch.ones(4, 6, device="cpu")
-    with suppress(Exception):  # other trials tell of it
-        run_step(tried.over([tensor]))
-    return sorted(there & asked)
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            return _Noting(asked)
+
+    for one in (tried, *(replace(tried, of_group=group) for group in _unlike(tried, groups))):
+        for dim in dims:
+            tensor = torch.ones({1: (6,), 2: (4, 6)}.get(dim, (2,) * dim), device="cpu", requires_grad=True)
+            tensor.__class__ = Asked
+            with suppress(Exception):  # other trials tell of it
+                before = set(asked)
+                optimizer = one.over([tensor])
+                if once_built:
+                    asked &= before
+                for gradient in _gradients(tensor.numel()):
+                    tensor.grad = gradient.view(tensor.shape)
+                    run_step(optimizer)
+    return frozenset(asked)
+
+
+class _Noting(dict[str, Any]):
+    """Empty; notes what it is asked for."""
+
+    def __init__(self, asked: set[str]) -> None:
+        super().__init__()
+        self._asked = asked
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return default
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return False
+
+    def __missing__(self, key: str) -> Any:
+        self._asked.add(key)
+        raise KeyError(key)
+
+
+def _attributes_of(parameters: Iterable[Tensor]) -> set[str]:
+    return {name for parameter in parameters for name in parameter.__dict__}
 
 
 def _gradients(numel: int) -> Iterator[Tensor]:

@@ -16,6 +16,7 @@ the values of this unit (`Gatherer.read`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -77,7 +78,7 @@ class Cut:
         # `detach`: else these would be views for autograd, and `p.grad.detach_()`, which scripts call, would raise.
         slots = [whole[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
         padding = [full[interval.slice] for interval in layout.padding]
-        return cls(full, whole, slots, padding, uses_of(whole.untyped_storage()))
+        return cls(full, whole, slots, padding, _uses_of_memory(whole))
 
 
 class FlatBuffer:
@@ -276,14 +277,14 @@ class FlatBuffer:
 
     def num_uses(self) -> int:
         """How many tensors lie in the memory of `views`."""
-        return uses_of(self._cut_up().whole.untyped_storage())
+        return _uses_of_memory(self._cut_up().whole)
 
     @property
     def is_lent(self) -> bool:
         """Whether others keep tensors in the memory of `views`, if parameters have none there; False where it is not
         known ([Note: lent views])."""
         cut = self._cut
-        return cut is not None and cut.whole is not cut.full and uses_of(cut.whole.untyped_storage()) > cut.own_uses
+        return cut is not None and cut.whole is not cut.full and _uses_of_memory(cut.whole) > cut.own_uses
 
     def renew_view(self, index: int) -> None:
         """From now on, `views` has another tensor for that slot: somebody keeps this one."""
@@ -397,6 +398,12 @@ def uses_of(storage: torch.UntypedStorage) -> int:
     """How many tensors lie in it, and one more for this object."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def _uses_of_memory(tensor: Tensor) -> int:
+    """A number that is higher by one for each tensor in its storage, and for whoever keeps the storage itself."""
+    storage = tensor.untyped_storage()  # one object of Python, which counts once, however many keep it
+    return uses_of(storage) + sys.getrefcount(storage)
 
 
 def _as_another_storage(tensor: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ from zeroshard.storage.buffer import FlatBuffer, refuse_after_close
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.versions import Versions
 
+_MOVED = "in shared memory, to which share_memory() and queues of torch.multiprocessing move a tensor: give them a copy"
+
 
 class Residency(Enum):
     """See the module's note."""
@@ -385,7 +387,8 @@ class Weights:
                 yield slot.name, f"found strides {parameter.stride()}; expected those of a contiguous tensor"
             elif found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
                 kept = f"{self.buffer.dtype} on {self.buffer.shard.device}, in the buffer of the unit"
-                yield slot.name, f"found {parameter.dtype} on {parameter.device}, elsewhere; expected {kept}"
+                where = _MOVED if parameter.untyped_storage().is_shared() else "elsewhere"
+                yield slot.name, f"found {parameter.dtype} on {parameter.device}, {where}; expected {kept}"
 
     def _expect(self, state: Residency, verb: str) -> None:
         if self.state is not state:
