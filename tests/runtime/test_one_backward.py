@@ -37,9 +37,9 @@ class Layers(nn.Module):
         super().__init__()
         self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(Layer(6, 6) for _ in range(4))
 
-    def forward(self, x: Tensor, left_out: int | None = None, between: Any = None) -> Tensor:
+    def forward(self, x: Tensor, *left_out: int | None, between: Any = None) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x if between is None or number != 2 else between(x), number != left_out)
+            x = layer(x if between is None or number != 2 else between(x), number not in left_out)
         return x * self.scale
 
 
@@ -49,9 +49,11 @@ WAYS = {
     "side by side": lambda a, b, c, x, out: b(x, out) + a(x),
     "side by side, left out of the newest": lambda a, b, c, x, out: b(x) + a(x, out),
     "inside, left out around": lambda a, b, c, x, out: a(x, out, between=b),
+    "inside, left out of all": lambda a, b, c, x, out: b(b(x, out, 1, 3, between=lambda y: a(y, out)), out, 1, 3),
     "inside, left out inside": lambda a, b, c, x, out: a(x, between=lambda y: b(y, out)),
     "twice": lambda a, b, c, x, out: a(b(a(x), out)),
     "three": lambda a, b, c, x, out: c(b(a(x), out)),
+    "retained, left out of both": lambda a, b, c, x, out: a(b(a(x, out)), out),
     "three, inside": lambda a, b, c, x, out: a(b(x), between=lambda y: c(y, out)),
 }
 
@@ -66,9 +68,12 @@ def models_of(way: str) -> list[Layers]:
     return [Layers() for _ in range(3 if "three" in way else 2)]
 
 
-def step_of(way: str, models: Any, x: Tensor, left_out: int | None) -> Tensor:
-    """The loss."""
-    return WAYS[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean()
+def backward(way: str, models: Any, x: Tensor, left_out: int | None, factor: float = 1.0) -> None:
+    """Of a loss; once more, if the graph is retained."""
+    loss = WAYS[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
+    loss.backward(retain_graph="retained" in way)
+    if "retained" in way:
+        loss.backward()
 
 
 def trained(rank: int, ranks: int, plan: str, way: str, left_out: int, *, waits: bool = True) -> list[Tensor]:
@@ -79,7 +84,7 @@ def trained(rank: int, ranks: int, plan: str, way: str, left_out: int, *, waits:
     optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1) for handle in handles]
     for number, x in enumerate(batches(rank, number_of_batches(waits))):
         handles[0].set_requires_gradient_sync(number % 2 == 1 or not waits)
-        step_of(way, models, x, left_out if rank == ranks - 1 else None).backward()
+        backward(way, models, x, left_out if rank == ranks - 1 else None)
         if number % 2:
             for optimizer in optimizers:
                 optimizer.step()
@@ -97,7 +102,7 @@ def plain(ranks: int, way: str, left_out: int, waits: bool) -> list[Tensor]:
     for number in range(number_of_batches(waits)):
         for rank in range(ranks):
             out = left_out if rank == ranks - 1 else None
-            (step_of(way, models, batches(rank)[number], out) / ranks).backward()
+            backward(way, models, batches(rank)[number], out, 1 / ranks)
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -147,6 +152,7 @@ def control(rank: int, plan: str, by: str, way: str, left_out: int) -> None:
         ("zero2", "pairwise", "behind, left out of the last", 3, "begin"),
         ("zero3", "shared", "side by side", 0, "visit_rest"),
         ("zero3", "native", "behind, left out of the last", 0, "come_to"),
+        ("zero3", "native", "inside, left out of all", 0, "visit_rest"),
     ],
 )
 def test_ranks_wait_for_each_other_without_one_order(

@@ -238,12 +238,15 @@ class Trail:
     Attributes:
         graphs: those of its outputs that are not gone on this rank.
         is_gone: whether the graphs are gone on every rank: forwards without a backward.
+        retained_with: if a backward has retained its graph: the trails that this one had listed, the oldest first. The
+            next one may come to all of them.
     """
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
         self.graphs = weakref.WeakSet[Graph]()
         self.is_gone = False
+        self.retained_with: Sequence[Trail] = (self,)
 
 
 def find_gone(trails: Sequence[Trail], collectives: Collectives) -> None:
@@ -256,6 +259,14 @@ def find_gone(trails: Sequence[Trail], collectives: Collectives) -> None:
         alive = on_device([len(trail.graphs) for trail in several], collectives.device)
         for trail, count in zip(several, collectives.add_up(alive, "a backward after several forwards"), strict=True):
             trail.is_gone = not count
+
+
+def note_retained(trails: Sequence[Trail]) -> None:
+    """At the end of a backward for which these were listed."""
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        retained = [trail for trail in trails if trail.visits and not trail.is_gone]
+        for trail in retained:
+            trail.retained_with = sorted(retained, key=lambda one: one.visits[0].number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +302,12 @@ class ToCome:
     def newest(self) -> int:
         """The number of the newest visit; -1 if there is none."""
         return self.visits[-1].number if self.visits else -1
+
+    def list_again(self, trail: Trail, listed: Sequence[Trail]) -> list[Trail]:
+        """Backward has come to this trail, which is not listed. Returns those that are listed with it."""
+        added = [one for one in trail.retained_with if one not in listed]
+        self.visits[:0] = [visit for one in added for visit in one.visits]  # older than those that are listed
+        return added
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
         self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))

@@ -76,4 +76,7 @@ def visit_rest(schedule: Visiting, task: int | None) -> None:
     """Backward is over: visit what is left of all of its models, the newest first."""
     models = [schedule, *beside(schedule, task)]
     while (newest := max(models, key=lambda model: model.reducer.to_come.newest)).reducer.to_come.visits:
+        for other in models:
+            if other is not newest:  # as `come_to`, by which its peers may come there
+                other.visit_newer(newest.reducer.to_come.newest)
         newest.visit_from(len(newest.reducer.to_come.visits) - 1)

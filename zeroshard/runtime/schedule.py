@@ -27,6 +27,7 @@ from zeroshard.runtime.calls import (
     Visit,
     find_gone,
     newest,
+    note_retained,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
@@ -41,10 +42,10 @@ class Schedule(NotCopied):
 
     [Note: the trail of a backward] On every rank, backward visits the units of the forwards since the last backward in
     reverse order: also units that are not in this rank's own graph (a branch that was not taken here), because its
-    peers may need them. If it comes to an older forward (a graph that was retained; two losses, and then their
-    backwards), it visits all units of that one, too. A unit is reduced behind the last of these visits, even if this
-    rank has all its gradients before: a peer whose graph differs cannot reduce it earlier, and would wait for a gather
-    of this rank, which waits for that reduction.
+    peers may need them. If it comes to an older forward (two losses, and then their backwards), it visits all units of
+    that one, too (`Trail.retained_with`). A unit is reduced behind the last of these visits, even if this rank has all
+    its gradients before: a peer whose graph differs cannot reduce it earlier, and would wait for a gather of this rank,
+    which waits for that reduction.
 
     Attributes:
         accumulates: whether a backward runs that adds to gradients.
@@ -206,8 +207,7 @@ class Schedule(NotCopied):
             self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
             if trail not in self._listed and any(visit.trail is trail for visit in visits):
-                self._listed.append(trail)
-                self._to_come.visits[:0] = trail.visits  # it is older than those that are listed
+                self._listed += self._to_come.list_again(trail, self._listed)
             waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
@@ -374,6 +374,7 @@ class Schedule(NotCopied):
             _forget_autocasts(self.gatherer.collectives.device)
             with torch.no_grad():
                 one_backward.visit_rest(self, task)  # first: peers wait for these gathers before they reduce
+            note_retained(self._listed)
             self._forget()
             if self.accumulates:
                 self.reducer.end_backward()
