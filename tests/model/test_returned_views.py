@@ -233,6 +233,8 @@ class Keeps(Block):
             into[str(len(into))] = view
         elif self.where == "hook":
             self.shows(view)
+        elif self.where == "buffer":
+            self.register_buffer("of_weight", view, persistent=False)
         elif self.where == "attribute" or self.kept is None:
             self.kept = [view]
         return super().forward(x)
@@ -247,7 +249,7 @@ def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
             x, into = data(0, step), dict[str, Tensor]()
             for block in model:
                 x = block(x, into)
-            kept = [*into.values()] or [(block.kept or block.seen[-1:])[0] for block in model]
+            kept = [*into.values()] or [(block.kept or block.seen[-1:] or [*block.buffers()])[0] for block in model]
             losses.append((x.square().mean() + sum(one.square().sum() for one in kept)).item())
             optimizer.backward(x.square().mean())
             optimizer.step()
@@ -262,7 +264,7 @@ def ways_of(number: int) -> list[tuple[str, str]]:
     ]
 
 
-KEPT_WHERE = ["attribute", "attribute, once", "input", "hook"]
+KEPT_WHERE = ["attribute", "attribute, once", "buffer", "input", "hook"]
 
 
 @pytest.mark.by_cpu

@@ -96,7 +96,8 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in attributes of the module itself, with the name of the attribute; not in the user's objects there."""
+    """Tensors in attributes and buffers of the module itself, with the name of the attribute; not in the user's objects
+    there."""
     own = vars(module)
     for name in own.keys() - _OF_TORCH:
         if not isinstance(value := own[name], _WITHOUT_TENSORS):
@@ -115,7 +116,7 @@ def replace_kept_in(tree: Any, fn: Callable[[Tensor], Tensor]) -> None:
             own[name] = new
 
 
-_OF_TORCH = vars(nn.Module()).keys()
+_OF_TORCH = vars(nn.Module()).keys() - {"_buffers"}
 
 
 def is_record(value: Any) -> bool:
