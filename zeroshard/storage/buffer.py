@@ -9,9 +9,9 @@ derived from these (`Weights.state`, `Gradients.state`), so they cannot contradi
 
 [Note: lent views] In plain torch a view of a weight, or `p.detach()`, has the new values after a step. Under a plan
 with replicated weights and sharded main they are still on their way then, and nothing tells who reads such a tensor.
-But a storage counts its tensors. So the parameters of these plans lie in a storage of their own, a second one for the
-memory of the buffer: if it has more tensors than the buffer has made, somebody else keeps one, and the step waits for
-the values of this unit (`Gatherer.read`).
+But a storage counts its tensors. So replicated parameters lie in a storage of their own, a second one for the memory of
+the buffer: if it has more tensors than the buffer has made, somebody else keeps one. Then the step waits for the values
+of this unit (`Gatherer.read`), and `park` leaves the memory.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Unit:
         self._indices = {slot.name: index for index, slot in enumerate(self.layout.slots)}
         allocate = common.hold if common else partial(collectives.transport.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
-        lends = plan.main is SHARDED and mesh.world.size > 1
-        buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate, lends=lends)
+        buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate, lends=True)
         self.weights = Weights(spec.name, self.parameters, buffer, common)
         self.apart = KeptMemory(buffer)
         self.leaving: Sequence[Tensor] | None = None
