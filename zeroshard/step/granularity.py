@@ -101,7 +101,7 @@ def granularity_of(
                 _refuse_communicating(tried, "keeps the state of a parameter on one rank, where no checkpoint finds it")
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
         there = _attributes_of(parameters)
-        asked = sorted(there & _asked_for(tried, groups, {parameter.ndim for parameter in parameters}) if there else ())
+        asked = sorted(there & _asked_for(kinds, {parameter.ndim for parameter in parameters}) if there else ())
         if asked and declared is Granularity.ELEMENT:
             raise InvalidValue(
                 f"elementwise=True, and {tried.name} looks at attributes of parameters ({', '.join(asked[:5])}), which "
@@ -111,7 +111,7 @@ def granularity_of(
             found = {_by_trial(tried, sharded=sharded)}
             if asked or any(kind_of(parameter) is not nn.Parameter for parameter in parameters):
                 found.add(Granularity.PARAMETER)
-            found |= {_of_group(replace(tried, of_group=group), sharded=sharded) for group in _unlike(tried, groups)}
+            found |= {_of_group(one, sharded=sharded) for one in kinds[1:]}
             return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
             _step_once(tried)
@@ -134,9 +134,9 @@ class Watched:
     def __init__(self, assignment: Assignment, elementwise: bool | None) -> None:
         """`elementwise`: as declared by the user. What needs no trial needs not be watched."""
         self._tried = _Tried(assignment.optimizer_class, assignment.defaults)
-        is_tried = elementwise is None and _listed(assignment.optimizer_class) is None
-        self._kinds = {i: kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
         is_listed = _listed(assignment.optimizer_class) is not None
+        is_tried = elementwise is None and not is_listed
+        self._kinds = {i: kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
         self._groups = [*assignment.options]
         self._parameters = () if is_listed else tuple([member.parameter for member in assignment.members()])
         self._unasked = _attributes_of(self._parameters)
@@ -173,7 +173,7 @@ class Watched:
             of_groups = [{k: v for k, v in groups[index].items() if k != "params"} for index in self._groups]
             with trial():
                 dims = {parameter.ndim for parameter in self._parameters}
-                asked = sorted(names & _asked_for(self._tried, of_groups, dims, once_built=True))
+                asked = sorted(names & _asked_for(_of_kinds(self._tried, of_groups), dims, once_built=True))
             if asked:
                 raise InvalidValue(
                     f"{self._tried.name} looks at attributes of parameters ({', '.join(asked[:5])}) and steps "
@@ -275,9 +275,15 @@ def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
 
 
 def _of_kinds(tried: _Tried, groups: Sequence[Options]) -> list[_Tried]:
-    """The class with its defaults, and with the options of the groups, unless they differ only in numbers."""
-    kinds = {repr(kinds_of(group)): group for group in groups}
-    return [tried, *(replace(tried, of_group=group) for group in kinds.values())]
+    """The class with its defaults; and with the options of each of the groups that differ from those of the class, and
+    of the groups before, not only in numbers."""
+    first = tried.optimizer_class([torch.ones(4, 6, device="cpu")], **copy.deepcopy(tried.arguments)).param_groups[0]
+    seen, found = [kinds_of(first)], [tried]
+    for group in groups:
+        if (kinds := kinds_of(group)) not in seen:
+            seen.append(kinds)
+            found.append(replace(tried, of_group=group))
+    return found
 
 
 def _communicates(tried: _Tried) -> bool:
@@ -307,16 +313,6 @@ def _refuse_communicating(tried: _Tried, why: str) -> NoReturn:
         "SingleDeviceMuon of muon); "
         'or the plan "ddp", if all ranks keep the same state'
     )
-
-
-def _unlike(tried: _Tried, groups: Sequence[Options]) -> Iterator[Options]:
-    """The groups whose options differ from those of the class, and of the groups before, not only in numbers."""
-    first = tried.optimizer_class([torch.ones(4, 6, device="cpu")], **copy.deepcopy(tried.arguments)).param_groups[0]
-    seen = [kinds_of(first)]
-    for group in groups:
-        if (kinds := kinds_of(group)) not in seen:
-            seen.append(kinds)
-            yield group
 
 
 def kinds_of(group: Options) -> dict[str, object]:
@@ -428,11 +424,9 @@ def _step_once(tried: _Tried, shape: Sequence[int] = (4, 6), *, with_closure: bo
     return calls
 
 
-def _asked_for(
-    tried: _Tried, groups: Sequence[Options], dims: Collection[int], *, once_built: bool = False
-) -> frozenset[str]:
-    """The attributes for which the class looks at tensors that it steps (which have none here): of so many dimensions,
-    with the options of any of these groups. `once_built`: only those for which its steps look."""
+def _asked_for(kinds: Sequence[_Tried], dims: Collection[int], *, once_built: bool = False) -> frozenset[str]:
+    """The attributes for which the class looks at tensors that it steps (which have none here), of so many dimensions.
+    `once_built`: only those for which its steps look."""
     asked = set[str]()
 
     class Asked(Tensor):
@@ -446,7 +440,7 @@ def _asked_for(
         def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
             return _Noting(asked)
 
-    for one in (tried, *(replace(tried, of_group=group) for group in _unlike(tried, groups))):
+    for one in kinds:
         for dim in dims:
             tensor = torch.ones({1: (6,), 2: (4, 6)}.get(dim, (2,) * dim), device="cpu", requires_grad=True)
             tensor.__class__ = Asked
