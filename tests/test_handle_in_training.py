@@ -350,9 +350,9 @@ def test_out_of_memory_leaves_a_state_from_which_the_next_iteration_is_right(ran
 
 
 class Fragile(torch.optim.SGD):
-    """Raises in its second batch of pieces, once."""
+    """Raises in the second call after the count has been set to 0."""
 
-    calls = 0
+    calls = 100
 
     def step(self, closure: Any = None) -> Any:
         Fragile.calls += 1
@@ -369,7 +369,7 @@ def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.Monke
             model = make(Net)
             handle = zeroshard.shard(model, plan, units=Block)
             optimizer = zeroshard.ShardedOptimizer(handle, Fragile, lr=0.1, elementwise=True)
-            Fragile.calls = 0  # those of the trials do not count
+            Fragile.calls = 0  # the trials are over
             state, weights = optimizer.state_dict(), handle.full_state_dict()
             optimizer.backward(loss_of_tokens(model, rank, 0, 0))
             with pytest.raises(MemoryError, match="in the middle"):
