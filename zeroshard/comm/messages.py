@@ -98,7 +98,8 @@ class Announcement:
     @property
     def has_arrived(self) -> bool:
         """Whether `arrive` returns at once. False where this is not known without waiting: works of gloo."""
-        return all(getattr(work, "has_arrived", False) for work in self.works)
+        # (A list, as a generator takes twice as long, and this is asked at each gradient.)
+        return False not in [getattr(work, "has_arrived", False) for work in self.works]
 
 
 class Doubts:
@@ -190,11 +191,15 @@ class Messages:
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
         """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
         memory); and start to receive the same from the peers."""
-        mine, tag = _WORDS.pack(*location, num_bytes, self._number_of(about)), f"announce {kind}"
-        notes = {rank: self._expect_note(axis, _WORDS.size, rank, tag) for rank in axis.peers}
+        mine, channel = (
+            _WORDS.pack(*location, num_bytes, self._number_of(about)),
+            self._channel(axis, f"announce {kind}"),
+        )
+        notes = {rank: self._expect_note(axis, _WORDS.size, rank, channel) for rank in axis.peers}
         works: list[Any] = [*notes.values()]
         try:
-            works += [self._send_note(axis, mine, rank, tag) for rank in axis.peers]
+            for rank in axis.peers:
+                self._send_note(axis, mine, rank, channel, works)
         except PeerGone as error:
             raise watch.explain(error) or error from None
         announced = Announcement(axis, kind, about, num_bytes, notes, works)
@@ -215,9 +220,10 @@ class Messages:
         while announced in not_compared:
             first = not_compared.popleft()
             first.arrive()
+            own = self._number_of(first.about)
             for rank in first.notes:
                 *_, num_bytes, number = first.words(rank)
-                if number != self._number_of(first.about):
+                if number != own:
                     theirs = self._known.get(number, "something that this rank does not have")
                     raise OutOfOrder(self._apart(announced, rank, f"at {first.about}", f"at {theirs}"))
                 if num_bytes != first.num_bytes:
@@ -254,32 +260,37 @@ class Messages:
         """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the
         peers have said the same. (Reductions are read at other moments on each rank, so their confirmations must not be
         taken for those of gathers.) `doubts`: of this rank, which are told; those of the peers are heard."""
-        tag, note = f"read {kind}", _IN_DOUBT if doubts is not None and doubts.are_here else _READ
-        works: list[Any] = [self._expect_note(axis, len(note), rank, tag) for rank in axis.peers]
+        channel, note = (
+            self._channel(axis, f"read {kind}"),
+            _IN_DOUBT if doubts is not None and doubts.are_here else _READ,
+        )
+        works: list[Any] = [self._expect_note(axis, len(note), rank, channel) for rank in axis.peers]
         if doubts is not None:
             works = [Read(work, doubts) for work in works]
         for rank in axis.peers:
             # A peer may end right after its last step, while this rank still reads. It does not need to be told then;
             # where this rank needs anything else of it, the wait for that raises.
             with suppress(PeerGone):
-                works.append(self._send_note(axis, note, rank, tag))
+                self._send_note(axis, note, rank, channel, works)
         return works
 
-    def _send_note(self, axis: Axis, note: bytes, rank: int, kind: str) -> Any:
-        """`send` of a few bytes. Raises PeerGone as it is: not every caller needs the peer."""
+    def _send_note(self, axis: Axis, note: bytes, rank: int, channel: int, works: list[Any]) -> None:
+        """`send` of a few bytes. What has to be waited for is added to `works`. Raises PeerGone as it is: not every
+        caller needs the peer."""
         if self.pipes is not None:
-            return self.pipes.send_bytes(axis.ranks[rank], self._channel(axis, kind), note)
-        return self.send(axis, torch.frombuffer(bytearray(note), dtype=torch.uint8), rank, kind)
+            self.pipes.send_bytes(axis.ranks[rank], channel, note)
+        else:
+            works.append(self._send(axis, torch.frombuffer(bytearray(note), dtype=torch.uint8), rank, channel))
 
-    def _expect_note(self, axis: Axis, num_bytes: int, rank: int, kind: str) -> Any:
+    def _expect_note(self, axis: Axis, num_bytes: int, rank: int, channel: int) -> Any:
         """`receive` of a few bytes: a `Note`, which is also the work to wait for."""
         if self.pipes is not None:
             try:
-                return self.pipes.receive_bytes(axis.ranks[rank], self._channel(axis, kind), num_bytes)
+                return self.pipes.receive_bytes(axis.ranks[rank], channel, num_bytes)
             except RuntimeError as error:
                 raise watch.explain(error) or error from None
         tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        return NoteByGloo(tensor, self.receive(axis, tensor, rank, kind))
+        return NoteByGloo(tensor, self._receive(axis, tensor, rank, channel))
 
     def send(self, axis: Axis, tensor: Tensor, rank: int, kind: str) -> Any:
         """Send to a rank of an axis. Returns a work to wait for.
@@ -288,11 +299,14 @@ class Messages:
             rank: in the axis.
             kind: messages of one kind arrive in order; messages of different kinds do not wait for each other.
         """
+        return self._send(axis, tensor, rank, self._channel(axis, kind))
+
+    def _send(self, axis: Axis, tensor: Tensor, rank: int, channel: int) -> Any:
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
-                return pipes.send(axis.ranks[rank], self._channel(axis, kind), tensor)
-            return axis.way(axis.rank, rank).send([tensor], rank, self._tag(axis, kind))
+                return pipes.send(axis.ranks[rank], channel, tensor)
+            return axis.way(axis.rank, rank).send([tensor], rank, _tag(channel))
         except RuntimeError as error:  # the connection is closed already
             raise watch.explain(error) or error from None
 
@@ -303,11 +317,14 @@ class Messages:
             rank: in the axis.
             kind: messages of one kind arrive in order; messages of different kinds do not wait for each other.
         """
+        return self._receive(axis, tensor, rank, self._channel(axis, kind))
+
+    def _receive(self, axis: Axis, tensor: Tensor, rank: int, channel: int) -> Any:
         pipes = self._pipes_for(tensor)
         try:
             if pipes is not None:
-                return pipes.receive(axis.ranks[rank], self._channel(axis, kind), tensor)
-            return axis.way(rank, axis.rank).recv([tensor], rank, self._tag(axis, kind))
+                return pipes.receive(axis.ranks[rank], channel, tensor)
+            return axis.way(rank, axis.rank).recv([tensor], rank, _tag(channel))
         except RuntimeError as error:
             raise watch.explain(error) or error from None
 
@@ -316,17 +333,14 @@ class Messages:
         return self.pipes if tensor.nbytes <= MOST_BYTES else None
 
     def _channel(self, axis: Axis, kind: str) -> int:
-        key = axis.ranks, kind
-        if key not in self._channels:
+        channel = self._channels.get((axis.ranks, kind))
+        if channel is None:
             # The meshes of a group share its connections, so a channel must be unique over meshes. Not `hash()`: it
             # differs between processes.
             text = f"{self.name} {axis.ranks} {kind}"
-            self._channels[key] = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        return self._channels[key]
-
-    def _tag(self, axis: Axis, kind: str) -> int:
-        """gloo's tags have 31 bits."""
-        return self._channel(axis, kind) >> 33
+            channel = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+            self._channels[axis.ranks, kind] = channel
+        return channel
 
     def _number_of(self, about: str) -> int:
         number = self._numbers.get(about)
@@ -334,3 +348,8 @@ class Messages:
             number = self._numbers[about] = zlib.crc32(about.encode())
             self._known[number] = about
         return number
+
+
+def _tag(channel: int) -> int:
+    """gloo's tags have 31 bits."""
+    return channel >> 33

@@ -211,13 +211,16 @@ class Absent:
         self._take(parameters, self._views)
 
     def _take(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+        classes = self._classes
         for parameter, view in zip(parameters, views, strict=True):
-            if is_absent(parameter):  # an earlier call was interrupted
-                continue
             plain = type(parameter)
+            if plain not in classes:
+                if is_absent(parameter):  # an earlier call was interrupted
+                    continue
+                self.class_of(plain)
             # Data first, then the class (in `give_each` the other way round): setting the data of an absent one raises.
             parameter.data = view
-            parameter.__class__ = self._classes.get(plain) or self.class_of(plain)
+            parameter.__class__ = classes[plain]
 
     def class_of(self, plain: type) -> type[AbsentTensor]:
         """The class of an absent tensor whose usual class is `plain`."""
@@ -270,9 +273,8 @@ def give(parameter: Tensor, values: Tensor) -> None:
 def give_each(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Give these parameters values, and their usual classes if they are absent."""
     for parameter, value in zip(parameters, values, strict=True):
-        kind = type(parameter)
-        if issubclass(kind, AbsentTensor):
-            parameter.__class__ = kind.plain  # before the data: setting the data of an absent parameter raises
+        if isinstance(parameter, AbsentTensor):
+            parameter.__class__ = parameter.plain  # before the data: setting the data of an absent parameter raises
         parameter.data = value
 
 

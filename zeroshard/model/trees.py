@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,13 +80,39 @@ def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those that are attributes of other objects (a cache, an output object)."""
     found: list[Tensor] = []
-    _collect(tree, found, set())
+    # `seen`: ids of lists, dicts and objects that have been visited, as they may form cycles. `alive` keeps what may be
+    # made for this search, so that no other object gets its id.
+    seen, waiting, alive = set[int](), [tree], list[Any]()
+    while waiting:  # not a recursion, as this runs for each call of each unit
+        one = waiting.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+            continue
+        kind = type(one)
+        if kind in _PLAIN or id(one) in seen:
+            continue
+        if kind in _SEQUENCES:  # `tree_leaves` takes ten times as long
+            parts: Iterable[Any] = one
+        elif kind in _DICTS:
+            parts = one.values()
+        elif isinstance(one, _WITHOUT_TENSORS):
+            continue
+        else:
+            parts = _parts_of_other(one)
+            alive.append(parts)
+        seen.add(id(one))
+        waiting += [*parts][::-1]
     return found
 
 
 def differentiable(output: Any) -> list[Tensor]:
     """The tensors in an output that have a `grad_fn`."""
-    return [tensor for tensor in tensors_in(output) if _has_graph(tensor)]
+    return with_graphs(tensors_in(output))
+
+
+def with_graphs(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have a `grad_fn`."""
+    return [tensor for tensor in tensors if _has_graph(tensor)]
 
 
 def _has_graph(tensor: Tensor) -> bool:
@@ -100,7 +127,10 @@ def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     there."""
     own = vars(module)
     for name in own.keys() - _OF_TORCH:
-        if not isinstance(value := own[name], _WITHOUT_TENSORS):
+        value = own[name]
+        if isinstance(value, Tensor):
+            yield name, value
+        elif not (type(value) in _NEVER or isinstance(value, _WITHOUT_TENSORS) or (name == "_buffers" and not value)):
             yield from ((name, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
 
 
@@ -127,29 +157,20 @@ def is_record(value: Any) -> bool:
 _WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))
 """Not into modules: an output that refers to its module would lead to all parameters."""
 
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+_NEVER = _PLAIN | {FunctionType, MethodType}
+"""Most arguments and attributes are of these kinds, which no pytree has tensors in."""
+
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
-def _collect(tree: Any, found: list[Tensor], seen: set[int]) -> None:
-    """`seen`: ids of lists, dicts and objects that have been visited (all of them live during the search); they may
-    form cycles."""
-    if isinstance(tree, Tensor):
-        found.append(tree)
-    elif (kind := type(tree)) in _SEQUENCES or kind in _DICTS:  # `tree_leaves` takes ten times as long
-        if id(tree) not in seen:
-            seen.add(id(tree))
-            for part in tree.values() if kind in _DICTS else tree:
-                _collect(part, found, seen)
-    elif not isinstance(tree, _WITHOUT_TENSORS) and id(tree) not in seen:
-        leaves = pytree.tree_leaves(tree)
-        if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
-            for leaf in leaves:
-                _collect(leaf, found, seen)
-            return
-        seen.add(id(tree))
-        names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
-        values = [getattr(tree, name, None) for name in names if isinstance(name, str)]
-        # Pytrees know containers by their class, and a subclass of the user's is a leaf of them.
-        parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _CONTAINERS) else ()
-        for part in (*parts, *getattr(tree, "__dict__", {}).values(), *values):
-            _collect(part, found, seen)
+def _parts_of_other(tree: Any) -> list[Any]:
+    """What is in a tree that is no plain list, tuple or dict."""
+    leaves = pytree.tree_leaves(tree)
+    if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
+        return leaves
+    names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
+    values = [getattr(tree, name, None) for name in names if isinstance(name, str)]
+    # Pytrees know containers by their class, and a subclass of the user's is a leaf of them.
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _CONTAINERS) else ()
+    return [*parts, *getattr(tree, "__dict__", {}).values(), *values]

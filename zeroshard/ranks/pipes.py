@@ -206,6 +206,9 @@ class Pipes:
 
     Attributes:
         processes: of the group, by global rank, once they are connected.
+        is_forked_copy: whether this process was forked from the one that made the pipes. See [Note: forked workers].
+            They belong to the parent, and another of its threads may have held the lock at the fork, which then stays
+            locked in the copy.
     """
 
     processes: Mapping[int, Process]
@@ -220,7 +223,8 @@ class Pipes:
         Raises:
             OSError: the process has no file descriptors left.
         """
-        self._timeout, self._pid = timeout, os.getpid()
+        self._timeout = timeout
+        self.is_forked_copy = False
         self._changed = threading.Condition()
         self._locked = _Locked(self._changed)
         self._polls: int | None = None  # the thread that is in `poll`, on behalf of all that wait
@@ -346,16 +350,10 @@ class Pipes:
             with self._changed:
                 self._close(why)
 
-    @property
-    def is_forked_copy(self) -> bool:
-        """Whether this process was forked from the one that made the pipes."""
-        # See [Note: forked workers]. The pipes belong to the parent, and another of its threads may have held the lock
-        # at the fork, which then stays locked in the copy.
-        return os.getpid() != self._pid
-
     def close_copies(self) -> None:
         """In a forked copy of this process: close its copies of the pipes. Otherwise the peers would see the end of
         their pipes only when the copy has ended, too."""
+        self.is_forked_copy = True
         _close_all(self._files)
         self._files.clear()
 

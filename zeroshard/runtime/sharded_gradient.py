@@ -11,7 +11,7 @@ that this rank holds. All other operations raise, and the message says what to w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
@@ -216,45 +216,48 @@ class UsedGradient(ShardedGradient):
         return self._unit_ref() is unit and self._index == index
 
 
-class WithoutValues:
-    """The tensors of both classes for the parameters of a model. Each is made once."""
+class OfSlots(dict[int, S]):
+    """Slot -> its tensor without values, which is made when it is asked for; of one unit."""
 
-    def __init__(self, visible: object, device: torch.device) -> None:
-        self._visible_ref, self._device = weakref.ref(visible), device
-        self._sharded: dict[tuple[Unit, int], ShardedGradient] = {}
-        self._used: dict[tuple[Unit, int], UsedGradient] = {}
+    def __init__(self, of_class: type[S], visible: weakref.ref[Any], unit: Unit, device: torch.device) -> None:
+        super().__init__()
+        self._of_class, self._visible, self._unit, self._device = of_class, visible, weakref.ref(unit), device
+
+    def __missing__(self, index: int) -> S:
+        unit = _living(self._unit)
+        parameter = unit.parameters[index]
+        nan = torch.full((), torch.nan, dtype=parameter.grad_dtype or parameter.dtype, device=self._device)
+        made = self[index] = self._of_class(nan.expand(parameter.shape), self._visible(), unit, index)
+        return made
+
+
+class WithoutValues:
+    """The tensors of both classes for the parameters of a model. Each is made once.
+
+    Attributes:
+        sharded: unit -> those of its slots; without one, the next is another one.
+    """
+
+    def __init__(self, visible: object, units: Iterable[Unit], device: torch.device) -> None:
+        reference, units = weakref.ref(visible), tuple(units)
+        self.sharded = {unit: OfSlots(ShardedGradient, reference, unit, device) for unit in units}
+        self._used = {unit: OfSlots(UsedGradient, reference, unit, device) for unit in units}
         self._shows_used = False  # whether one of them may be in `p.grad`
 
-    def sharded(self, unit: Unit, index: int) -> ShardedGradient:
-        return self._of_slot(self._sharded, ShardedGradient, unit, index)
-
-    def has_sharded(self, unit: Unit, index: int) -> bool:
-        return (unit, index) in self._sharded
-
-    def forget_sharded(self, unit: Unit, index: int) -> None:
-        """From now on, there is another one for this slot."""
-        self._sharded.pop((unit, index), None)
-
-    def used(self, unit: Unit, index: int) -> UsedGradient:
+    def used(self, unit: Unit) -> OfSlots[UsedGradient]:
         """To be put into `p.grad`."""
         self._shows_used = True
-        return self._of_slot(self._used, UsedGradient, unit, index)
+        return self._used[unit]
 
     def remove_used(self) -> None:
         """Set `p.grad` to None where a step has used it."""
         if self._shows_used:
             with as_tensors():
-                for (unit, index), used in self._used.items():
-                    if unit.parameters[index].grad is used:
-                        unit.parameters[index].grad = None
+                for unit, of_slots in self._used.items():
+                    for index, used in of_slots.items():
+                        if unit.parameters[index].grad is used:
+                            unit.parameters[index].grad = None
             self._shows_used = False
-
-    def _of_slot(self, known: dict[tuple[Unit, int], S], of_class: type[S], unit: Unit, index: int) -> S:
-        if (unit, index) not in known:
-            parameter = unit.parameters[index]
-            nan = torch.full((), torch.nan, dtype=parameter.grad_dtype or parameter.dtype, device=self._device)
-            known[unit, index] = of_class(nan.expand(parameter.shape), self._visible_ref(), unit, index)
-        return known[unit, index]
 
 
 def _living(reference: weakref.ref[T] | None) -> T:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,7 @@ class VisibleGradients:
         self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
-        self._without_values = WithoutValues(self, collectives.device)
+        self._without_values = WithoutValues(self, self._grads, collectives.device)
         self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -135,7 +135,7 @@ class VisibleGradients:
         orders, and clip by factors that differ in the last bits."""
         is_local, dtype = grads.is_local, grads.buffer.dtype
         in_full = (is_local or (grads.buffer.placement is REPLICATED and self.final)) and not self.had_graphs
-        views = grads.buffer.views() if in_full else []
+        views, without_values = grads.buffer.views() if in_full else [], self._without_values.sharded[unit]
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
@@ -144,7 +144,7 @@ class VisibleGradients:
                 self._has_shown_factors |= not self.final
                 yield index, views[index], index in grads.present
                 continue
-            yield index, self._without_values.sharded(unit, index), True
+            yield index, without_values[index], True
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
@@ -179,12 +179,12 @@ class VisibleGradients:
         """Discard gradients that the user has removed from `p.grad`. Returns gradients set by hand: (index of the unit,
         slot) -> this rank's gradient."""
         by_hand = {}
-        self._discard_all_gone()
-        for unit in self._grads:
-            for index, gradient in enumerate(unit.user_grads()):
-                if gradient is None or (isinstance(gradient, UsedGradient) and gradient.is_of(unit, index)):
+        for unit, found in self._discard_all_gone().items():
+            shown = self._shown[unit]
+            for index, gradient in enumerate(found):
+                if gradient is None or index in shown:
                     continue
-                if index not in self._shown[unit]:
+                if not (isinstance(gradient, UsedGradient) and gradient.is_of(unit, index)):
                     self._expect_new(unit, index, gradient)
                     by_hand[unit.index, index] = gradient.detach()
         has_factors = not self.final and any(grads.state is not GradState.EMPTY for grads in self._grads.values())
@@ -224,14 +224,14 @@ class VisibleGradients:
 
     def _let_go(self, unit: Unit, shown: dict[int, Tensor], slots: Iterable[int]) -> None:
         """Gradients have been used or discarded. If somebody still has one, it may come back as `p.grad`."""
-        buffer, without_values = self._grads[unit].buffer, self._without_values
+        buffer, without_values = self._grads[unit].buffer, self._without_values.sharded[unit]
         views = buffer.known_views
         for index in slots:
             is_view = bool(views) and views[index] is shown[index]
             # Two are `shown` and the call. (For a local variable Python 3.14 no longer counts the call.)
-            if sys.getrefcount(shown[index]) > 2 + (is_view or without_values.has_sharded(unit, index)):
+            if sys.getrefcount(shown[index]) > 2 + (is_view or index in without_values):
                 self._kept[shown[index]] = True
-                without_values.forget_sharded(unit, index)
+                without_values.pop(index, None)
                 if is_view:
                     buffer.renew_view(index)
             del shown[index]
@@ -252,20 +252,22 @@ class VisibleGradients:
         step."""
         shown = self._shown.get(unit, {})
         slots = slots & shown.keys()
+        in_place = self._without_values.used(unit) if used else {}
         with as_tensors():
             for index in slots:
                 if unit.parameters[index].grad is shown[index]:
-                    unit.parameters[index].grad = self._without_values.used(unit, index) if index in used else None
+                    unit.parameters[index].grad = in_place[index] if index in used else None
         self._let_go(unit, shown, slots)
         self._has_shown_factors &= any(self._shown.values())
 
-    def _discard_all_gone(self) -> None:
+    def _discard_all_gone(self) -> dict[Unit, list[Tensor | None]]:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
-        were not shown (of parameters for which no rank had a gradient)."""
+        were not shown (of parameters for which no rank had a gradient). Returns `p.grad` of all parameters."""
         self._find_other_memory()
-        gone = {unit: slots for unit in self._grads if (slots := self._gone(unit))}
+        found = {unit: unit.user_grads() for unit in self._grads}
+        gone = {unit: slots for unit, shown in self._shown.items() if (slots := _gone(shown, found[unit]))}
         if not gone:
-            return
+            return found
         self._keep_apart()
         for unit, slots in gone.items():
             self._discard(unit, slots)
@@ -273,6 +275,7 @@ class VisibleGradients:
             self._ledger.discard_losses()
             for grads in self._grads.values():
                 grads.consume()
+        return {unit: unit.user_grads() for unit in self._grads}
 
     def _find_other_memory(self) -> None:
         """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""
@@ -284,12 +287,6 @@ class VisibleGradients:
                     with as_tensors():
                         if unit.parameters[index].grad is gradient:
                             unit.parameters[index].grad = values
-
-    def _gone(self, unit: Unit) -> set[int]:
-        """Slots of one unit whose gradient the user has removed from `p.grad`."""
-        shown = self._shown[unit]
-        found = unit.user_grads() if shown else []
-        return {index for index, gradient in shown.items() if found[index] is not gradient}
 
     def _discard(self, unit: Unit, slots: set[int]) -> None:
         """Discard these gradients. If none of the unit is left in `p.grad`, discard all of the unit."""
@@ -364,6 +361,11 @@ class VisibleGradients:
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
             for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
         }
+
+
+def _gone(shown: Mapping[int, Tensor], found: Sequence[Tensor | None]) -> set[int]:
+    """Slots whose gradient the user has removed from `p.grad`, where `found` is now."""
+    return {index for index, gradient in shown.items() if found[index] is not gradient}
 
 
 def doubtful(name: str) -> str:

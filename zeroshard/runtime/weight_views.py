@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.trees import differentiable, replace_kept_in, replace_tensors, tensors_in, tensors_kept_by
+from zeroshard.model.trees import replace_kept_in, replace_tensors, tensors_in, tensors_kept_by, with_graphs
 from zeroshard.storage.unit import Unit
 
 
@@ -30,7 +30,7 @@ def left_beside(
     of_inputs, kept = tensors_in(inputs), [tensor for module in modules for _, tensor in tensors_kept_by(module)]
     if _replace_views(of_inputs, units, [inputs]) | _replace_views(kept, [*units, *kept_longer], modules):
         return left_beside(inputs, modules)
-    return [*differentiable(of_inputs), *differentiable(kept)]
+    return with_graphs([*of_inputs, *kept])
 
 
 def _replace_views(tensors: Sequence[Tensor], units: Sequence[Unit], trees: Iterable[Any]) -> bool:
@@ -86,10 +86,12 @@ def _may_be_detached(tensor: Tensor) -> bool:
 
 def _copies_of_views(tensors: Iterable[Tensor], units: Sequence[Unit]) -> dict[int, Tensor]:
     """By the ids of those that lie in the weights of these units."""
-    found = ((tensor, _holder(tensor, units)) for tensor in tensors) if units else ()
-    return {id(tensor): unit.weights.copy_of(tensor) for tensor, unit in found if unit is not None}
+    return {id(one): unit.weights.copy_of(one) for one in tensors if (unit := _holder(one, units)) is not None}
 
 
 def _holder(tensor: Tensor, units: Sequence[Unit]) -> Unit | None:
     with as_tensors():  # a parameter itself may be among them, and it is absent by now
-        return next((unit for unit in units if unit.weights.holds(tensor)), None)
+        for unit in units:
+            if unit.weights.holds(tensor):
+                return unit
+    return None
