@@ -34,8 +34,9 @@ def sum_in_rank_order(
     """
     terms = [*received[:rank], own, *received[rank:]]
     at_a_time = CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    results, pieces = torch.split(out, at_a_time), zip(*(torch.split(term, at_a_time) for term in terms), strict=True)
-    totals = torch.split(total, at_a_time) if total.numel() >= out.numel() else [total] * len(results)
+    results, *of_terms = [tensor.split(at_a_time) for tensor in (out, *terms)]  # type: ignore[no-untyped-call]
+    pieces = zip(*of_terms, strict=True)
+    totals = total.split(at_a_time) if total.numel() >= out.numel() else [total] * len(results)  # type: ignore[no-untyped-call]
     for result, running, (so_far, *others) in zip(results, totals, pieces, strict=False):
         for term in others[:-1]:
             so_far = add(so_far, term, out=running[: result.numel()])

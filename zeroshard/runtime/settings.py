@@ -122,9 +122,14 @@ class SettingsReport:
 _LATE = "after clip_grad_norm_, "
 
 
+_AS_THEY_ARE = frozenset({float, bool, str, type(None)})
+
+
 def plain(value: Any) -> Any:
     """A value whose `repr` is equal on all ranks if the setting is equal: numbers as float, one-element tensors as
     their number. Objects that cannot be compared are replaced by the name of their type."""
+    if type(value) in _AS_THEY_ARE:  # most of them: this is asked of each hyper-parameter in each step
+        return value
     value = without_numpy(value)
     if value is None or isinstance(value, (bool, str)):
         return value
