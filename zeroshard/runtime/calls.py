@@ -129,8 +129,7 @@ class Around:
     def take_off(self) -> None:
         self.of_before.pop(self.first, None)
         self.of_after.pop(self.last, None)
-        if (module := self._module()) is not None:
-            vars(module).pop(_CALL, None)
+        self._reset_call()
 
     def put_on(self) -> None:
         """In front of all other hooks, and behind."""
@@ -148,7 +147,11 @@ class Around:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self.take_off()
+        self._reset_call()
+
+    def _reset_call(self) -> None:
+        if (module := self._module()) is not None:
+            vars(module).pop(_CALL, None)
 
 
 _CALL = "_call_impl"
