@@ -92,12 +92,13 @@ class Claims:
 
     def unclaimed(self, unit: Unit) -> set[int]:
         """Slots whose parameter no living optimizer has."""
-        owners = self._owner_of
-        return {
-            index
-            for index, parameter in enumerate(unit.parameters)
-            if (owner := owners.get(id(parameter))) is None or owner() is None
-        }
+        found, last, lives = set[int](), None, False
+        for index, owner in enumerate(map(self._owner_of.get, map(id, unit.parameters))):
+            if owner is not last:  # most have the same one
+                last, lives = owner, owner is not None and owner() is not None
+            if not lives:
+                found.add(index)
+        return found
 
     def owner_of(self, parameter: nn.Parameter) -> Owner | None:
         """The living optimizer that has the parameter, if any."""

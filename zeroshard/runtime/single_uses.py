@@ -32,13 +32,14 @@ class SingleUses:
     """See [Note: sums within one backward].
 
     Attributes:
-        uncast: the parameters that this backward uses once, and their `grad_dtype` outside of it.
+        uncast: id -> a parameter that this backward uses once, and its `grad_dtype` outside of it. (By ids, as the
+            hash of a tensor is a function in Python.)
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         """`units`: those with gradients."""
         self._widening = [unit for unit in units if unit.spec.widens_gradients]
-        self.uncast: dict[Tensor, torch.dtype] = {}
+        self.uncast: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._task: int | None = None  # id of autograd's graph task of this backward
 
     @contextmanager
@@ -63,7 +64,7 @@ class SingleUses:
         Raises:
             RuntimeError: it comes from a backward that runs inside of this one, whose edges nobody has counted.
         """
-        if self.uncast and parameter in self.uncast and torch._C._current_graph_task_id() != self._task:
+        if self.uncast and id(parameter) in self.uncast and torch._C._current_graph_task_id() != self._task:
             raise InvalidState(
                 "a hook has run another backward, or torch.autograd.grad, through the model's parameters inside of "
                 "optimizer.backward(loss): call loss.backward() in place of optimizer.backward(loss)"
@@ -73,21 +74,21 @@ class SingleUses:
         """The backward is over, or has raised."""
         if self.uncast:
             with as_tensors():
-                for parameter, dtype in self.uncast.items():
+                for parameter, dtype in self.uncast.values():
                     if parameter.grad is not None and parameter.grad.dtype != dtype:  # the backward has raised
                         parameter.grad = parameter.grad.to(dtype)
                     parameter.grad_dtype = dtype
             self.uncast.clear()
 
     def _begin(self, loss: Tensor) -> None:
-        cast: dict[Tensor, torch.dtype] = {
-            p: unit.spec.precision.grad for unit in self._widening for p in unit.parameters if _is_hooked_once(p)
+        cast = {
+            id(p): unit.spec.precision.grad for unit in self._widening for p in unit.parameters if _is_hooked_once(p)
         }
         if not cast or loss.grad_fn is None:
             return
         for parameter in _used_once(loss.grad_fn):
-            if parameter in cast:
-                self.uncast[parameter] = cast[parameter]
+            if (dtype := cast.get(id(parameter))) is not None:
+                self.uncast[id(parameter)] = parameter, dtype
                 parameter.grad_dtype = None
 
 

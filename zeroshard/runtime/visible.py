@@ -133,15 +133,15 @@ class VisibleGradients:
         """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient.
         In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
         orders, and clip by factors that differ in the last bits."""
-        is_local, dtype = grads.is_local, grads.buffer.dtype
-        in_full = (is_local or (grads.buffer.placement is REPLICATED and self.final)) and not self.had_graphs
+        is_local, dtype, is_final = grads.is_local, grads.buffer.dtype, self.final
+        in_full = (is_local or (grads.buffer.placement is REPLICATED and is_final)) and not self.had_graphs
         views, without_values = grads.buffer.views() if in_full else [], self._without_values.sharded[unit]
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
             if in_full and (parameter.grad_dtype or parameter.dtype) == dtype:  # torch accepts no other
-                self._has_shown_factors |= not self.final
+                self._has_shown_factors |= not is_final
                 yield index, views[index], index in grads.present
                 continue
             yield index, without_values[index], True
@@ -281,9 +281,10 @@ class VisibleGradients:
         """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""
         for unit, shown in self._shown.items():
             buffer = self._grads[unit].buffer
-            views = buffer.known_views
-            for index, gradient in shown.items() if views else ():
-                if views[index] is gradient and (values := buffer.restore_view(index)) is not None:
+            for index in buffer.moved_views if shown else ():
+                gradient = shown.get(index)
+                if buffer.known_views[index] is gradient:
+                    values = buffer.restore_view(index)
                     with as_tensors():
                         if unit.parameters[index].grad is gradient:
                             unit.parameters[index].grad = values

@@ -8,7 +8,7 @@ Where `p.grad` is a view of the bucket, this cannot be noticed, so a clip is app
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from weakref import WeakMethod
 
 import torch
@@ -133,8 +133,8 @@ class Clips:
         parts = [
             part
             for unit, slots in self._agreement.units.items()
-            for index in sorted(slots & unit.grads.waiting)
-            if (part := _held_part(unit, index)) is not None and part.numel()
+            for part in _held_parts(unit, slots & unit.grads.waiting)
+            if part.numel()
         ]
         with visible.unedited():
             for dtype in {part.dtype for part in parts}:
@@ -144,8 +144,13 @@ class Clips:
         clipping.factor, clipping.value, clipping.of = 1.0, None, None
 
 
-def _held_part(unit: Unit, index: int) -> Tensor | None:
-    """What this rank holds of the reduced gradient of a slot."""
-    if not isinstance(unit.grads, Gradients):
-        return unit.grads.in_full(index)
-    return unit.grads.held_part(index) if unit.grads.state is GradState.REDUCED else None
+def _held_parts(unit: Unit, slots: Collection[int]) -> list[Tensor]:
+    """What this rank holds of the reduced gradients of these slots."""
+    grads = unit.grads
+    if not isinstance(grads, Gradients):
+        return [part for index in sorted(slots) if (part := grads.in_full(index)) is not None]
+    if grads.state is not GradState.REDUCED:
+        return []
+    if grads.means_in_full and grads.buffer.full is not None and len(slots) == len(unit.parameters):
+        return [grads.buffer.full]  # with padding, which is zero
+    return [grads.held_part(index) for index in sorted(slots)]

@@ -63,6 +63,7 @@ class Cut:
         whole: the slots are views of it: the full tensor, or the same memory as another storage ([Note: lent views]).
         slots: one for each, in the parameter's shape.
         padding: the elements that belong to no slot, 1-D.
+        offsets: of the slots, in bytes.
         own_uses: how many tensors lie in the storage of `whole` while nobody else has any.
     """
 
@@ -70,6 +71,7 @@ class Cut:
     whole: Tensor
     slots: list[Tensor]
     padding: list[Tensor]
+    offsets: list[int]
     own_uses: int
 
     @classmethod
@@ -78,7 +80,8 @@ class Cut:
         # `detach`: else these would be views for autograd, and `p.grad.detach_()`, which scripts call, would raise.
         slots = [whole[slot.world.slice].view(slot.shape).detach() for slot in layout.slots]
         padding = [full[interval.slice] for interval in layout.padding]
-        return cls(full, whole, slots, padding, _uses_of_memory(whole))
+        offsets = [slot.world.start * full.element_size() for slot in layout.slots]
+        return cls(full, whole, slots, padding, offsets, _uses_of_memory(whole))
 
 
 class FlatBuffer:
@@ -296,15 +299,23 @@ class FlatBuffer:
         """The views that `views` has made last; empty if it has made none."""
         return [] if self._cut is None else self._cut.slots
 
-    def restore_view(self, index: int) -> Tensor | None:
-        """If the view of a slot lies elsewhere (`view.data = values`), return its values, and put it back."""
+    @property
+    def moved_views(self) -> list[int]:
+        """The slots whose view lies elsewhere (`view.data = values`)."""
         if self._cut is None:
-            return None
+            return []
+        # By addresses, as this is asked of every view in every step. (They change with each storage of a pool buffer.)
+        first = self._cut.full.data_ptr()
+        found = [view.data_ptr() - first for view in self._cut.slots]
+        if found == self._cut.offsets:
+            return []
+        places = zip(found, self._cut.offsets, self.layout.slots, strict=True)
+        return [index for index, (now, place, slot) in enumerate(places) if now != place and slot.world.numel]
+
+    def restore_view(self, index: int) -> Tensor:
+        """Put a view that lies elsewhere back. Returns the values that it had there."""
+        assert self._cut is not None, "there are views"
         view, slot = self._cut.slots[index], self.layout.slots[index]
-        # By addresses, as this is asked of every view in every step.
-        place = self._cut.full.data_ptr() + slot.world.start * self._cut.full.element_size()
-        if view.data_ptr() == place or not slot.world.numel:
-            return None
         values = view.detach().clone()
         view.data = self._cut.whole[slot.world.slice].view(slot.shape)
         return values
