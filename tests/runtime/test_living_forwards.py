@@ -98,6 +98,18 @@ def left_out(model: Any, rank: int) -> None:
     sum(loss if rank != 1 or number == 2 else loss.detach() for number, loss in enumerate(losses)).backward()  # type: ignore[union-attr]
 
 
+def in_pairs(model: Any, rank: int) -> None:
+    """A later backward comes to two forwards that had none, or to one and a new one."""
+    losses = [forward(model, rank, number) for number in range(3)]
+    losses[1].backward()
+    (losses[0] + losses[2]).backward()
+    losses = [forward(model, rank, number) for number in range(3, 6)]
+    losses[2].backward()
+    (losses[0] + forward(model, rank, 6)).backward()
+    losses.append(forward(model, rank, 7))
+    losses[1].backward()
+
+
 LOOPS: tuple[Callable[[Any, int], None], ...] = (in_orders, of_parts, retained, interleaved, left_out)
 
 
@@ -130,6 +142,18 @@ def check(rank: int, ranks: int) -> None:
 def test_every_order_of_backwards_trains_as_with_whole_weights() -> None:
     for ranks in (2, 3):
         run_ranks(check, ranks, ranks, collective_timeout=HANG)
+
+
+def test_a_later_backward_of_two_forwards() -> None:
+    """It knew only the one that it had reached: what the other had to come was not waited for."""
+
+    def check(rank: int, ranks: int) -> None:
+        expected = trained(rank, "ddp", in_pairs, Layer, 1)
+        for way in ("shared", "pairwise", "native"):
+            with travelling(way):
+                assert all(map(torch.equal, trained(rank, "zero3", in_pairs, Layer, 1), expected)), way
+
+    run_ranks(check, 2, 2, collective_timeout=HANG)
 
 
 class Ahead(nn.Module):

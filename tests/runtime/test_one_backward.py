@@ -31,18 +31,33 @@ class Layer(nn.Linear):
 
 
 class Layers(nn.Module):
-    """`between`: called in the middle."""
+    """`between`: called in the middle. `scaled`: whether the parameter of the root is used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(Layer(6, 6) for _ in range(4))
 
-    def forward(self, x: Tensor, *left_out: int | None, between: Any = None) -> Tensor:
+    def forward(self, x: Tensor, *left_out: int | None, between: Any = None, scaled: bool = True) -> Tensor:
         for number, layer in enumerate(self.layers):
             x = layer(x if between is None or number != 2 else between(x), number not in left_out)
-        return x * self.scale
+        return x * self.scale if scaled else x
 
 
+KEPT: list[Tensor] = []
+
+
+def of_several(a: Any, b: Any, x: Tensor, out: int | None) -> Tensor:
+    """The loss uses two of three forwards, and the third could still come."""
+    first, kept, last = (a(x, left_out, between=b) for left_out in (None, None, out))
+    KEPT[:] = [kept]
+    return first + last
+
+
+NEWER: dict[str, Any] = {
+    "behind, roots unused": lambda a, b, c, x, out: b(a(x, out, scaled=False), scaled=False),
+    "behind, a root used on some ranks": lambda a, b, c, x, out: b(a(x, out), scaled=out is None),
+    "inside, of several forwards": lambda a, b, c, x, out: of_several(a, b, x, out),
+}
 WAYS = {
     "behind, left out of the last": lambda a, b, c, x, out: b(a(x), out),
     "behind, left out of the first": lambda a, b, c, x, out: b(a(x, out)),
@@ -55,6 +70,7 @@ WAYS = {
     "three": lambda a, b, c, x, out: c(b(a(x), out)),
     "retained, left out of both": lambda a, b, c, x, out: a(b(a(x, out)), out),
     "three, inside": lambda a, b, c, x, out: a(b(x), between=lambda y: c(y, out)),
+    **NEWER,
 }
 
 
@@ -137,6 +153,20 @@ def check(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_leaves_out_a_unit(ranks: int) -> None:
     run_ranks(check, ranks, ranks, collective_timeout=HANG)
+
+
+def check_newer(rank: int) -> None:
+    for way, left_out, by in product(NEWER, (0, 3), TRANSPORTS):
+        expected = plain(2, way, left_out, False)
+        with travelling(by):
+            found = trained(rank, 2, "zero3", way, left_out, waits=False)
+        for one, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, right, msg=lambda m, at=(way, left_out, by): f"{at}: {m}")
+
+
+def test_what_is_left_of_one_model_comes_between_what_is_left_of_others() -> None:
+    """Over native backends two models took each other's gradients: the weights were wrong, in silence."""
+    run_ranks(check_newer, 2, collective_timeout=HANG)
 
 
 def control(rank: int, plan: str, by: str, way: str, left_out: int) -> None:

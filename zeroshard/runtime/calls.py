@@ -236,7 +236,7 @@ class Trail:
     of a backward] in `schedule.py`.
 
     Attributes:
-        graphs: those of its outputs that are not gone on this rank.
+        graphs: of its outputs, those that are not gone on this rank, and that a backward may come to.
         is_gone: whether the graphs are gone on every rank: forwards without a backward.
         retained_with: if a backward has retained its graph: the trails that this one had listed, the oldest first. The
             next one may come to all of them.
@@ -249,24 +249,63 @@ class Trail:
         self.retained_with: Sequence[Trail] = (self,)
 
 
-def find_gone(trails: Sequence[Trail], collectives: Collectives) -> None:
-    """At the beginning of a backward: find out which of several forwards may come, on any rank."""
-    # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each looked
-    # at its own graphs, they would reduce at different places between the gathers, and wait for each other. Followers
-    # of a join have none to ask: there, all may come.
-    several = [trail for trail in trails if trail.visits]
-    if len(several) > 1 and collectives.orders is None:
-        alive = on_device([len(trail.graphs) for trail in several], collectives.device)
-        for trail, count in zip(several, collectives.add_up(alive, "a backward after several forwards"), strict=True):
+class Trails:
+    """The trails of a model.
+
+    Attributes:
+        last: of the last call of the model.
+        listed: those of forwards since the last backward, and those that this one may come to.
+    """
+
+    def __init__(self) -> None:
+        self._older: Sequence[Trail] = ()  # of several forwards, those that were not gone when the last backward began
+        self._renewals = 0  # of weights, before them
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.last = Trail()
+        self.listed = [self.last]
+
+    def begin_call(self) -> None:
+        """A call of the model begins."""
+        if self.last.visits:
+            self.last = Trail()
+            self.listed.append(self.last)
+
+    def find_living(self, units: Sequence[Unit], collectives: Collectives) -> list[Visit]:
+        """At the beginning of a backward: list what may come of several forwards, on any rank. Returns the visits of
+        those that were not listed."""
+        if self._older and self._renewals != sum(unit.weights.versions.num_renewals for unit in units):
+            self._older = ()  # the graphs of older weights raise
+        asked = [*self._older, *(trail for trail in self.listed if trail.visits)]
+        # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each
+        # looked at its own graphs, they would reduce at different places between the gathers, and wait for each other.
+        # Followers of a join have none to ask: there, all may come.
+        if len(asked) < 2 or collectives.orders is not None:
+            self._older = ()
+            return []
+        alive = on_device([len(trail.graphs) for trail in asked], collectives.device)
+        for trail, count in zip(asked, collectives.add_up(alive, "a backward after several forwards"), strict=True):
             trail.is_gone = not count
+        living = [trail for trail in asked if not trail.is_gone]
+        self._older = living if len(living) > 1 else ()
+        self._renewals = sum(unit.weights.versions.num_renewals for unit in units)
+        return self.list_again(living)
 
+    def list_again(self, trails: Sequence[Trail]) -> list[Visit]:
+        """Backward may come to these trails, of earlier forwards. Returns the visits of those that were not listed."""
+        added = [one for one in trails if one not in self.listed]
+        for one in added:
+            one.is_gone = False
+        self.listed += added
+        return [visit for one in added for visit in one.visits]
 
-def note_retained(trails: Sequence[Trail]) -> None:
-    """At the end of a backward for which these were listed."""
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        retained = [trail for trail in trails if trail.visits and not trail.is_gone]
-        for trail in retained:
-            trail.retained_with = sorted(retained, key=lambda one: one.visits[0].number)
+    def note_retained(self) -> None:
+        """At the end of a backward for which these were listed."""
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            retained = [trail for trail in self.listed if trail.visits and not trail.is_gone]
+            for trail in retained:
+                trail.retained_with = sorted(retained, key=lambda one: one.visits[0].number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,11 +342,9 @@ class ToCome:
         """The number of the newest visit; -1 if there is none."""
         return self.visits[-1].number if self.visits else -1
 
-    def list_again(self, trail: Trail, listed: Sequence[Trail]) -> list[Trail]:
-        """Backward has come to this trail, which is not listed. Returns those that are listed with it."""
-        added = [one for one in trail.retained_with if one not in listed]
-        self.visits[:0] = [visit for one in added for visit in one.visits]  # older than those that are listed
-        return added
+    def put_in_front(self, visits: Sequence[Visit]) -> None:
+        """These are older than all that is listed."""
+        self.visits[:0] = visits
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
         self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))

@@ -19,6 +19,7 @@ model, and wait there for peers that wait for it here. So:
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -68,14 +69,22 @@ def beside(schedule: Visiting, task: int | None) -> list[Visiting]:
 
 def come_to(schedule: Visiting, number: int) -> None:
     """The backward that runs has come to what this model had made before the visit of this number."""
-    for other in beside(schedule, torch._C._current_graph_task_id()) if _BEGUN else ():
+    others = beside(schedule, torch._C._current_graph_task_id()) if _BEGUN else []
+    if others and schedule.task is not None:  # its own as well, in their places between those of the others
+        with torch.no_grad():
+            _visit_newer([schedule, *others], number)
+    for other in others:
         other.visit_newer(number)
 
 
 def visit_rest(schedule: Visiting, task: int | None) -> None:
-    """Backward is over: visit what is left of all of its models, the newest first."""
-    models = [schedule, *beside(schedule, task)]
-    while (newest := max(models, key=lambda model: model.reducer.to_come.newest)).reducer.to_come.visits:
+    """Backward is over: visit what is left of all of its models."""
+    _visit_newer([schedule, *beside(schedule, task)], -1)
+
+
+def _visit_newer(models: Sequence[Visiting], number: int) -> None:
+    """Visit what is newer, the newest first."""
+    while (newest := max(models, key=lambda model: model.reducer.to_come.newest)).reducer.to_come.newest > number:
         for other in models:
             if other is not newest:  # as `come_to`, by which its peers may come there
                 other.visit_newer(newest.reducer.to_come.newest)

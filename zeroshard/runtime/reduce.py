@@ -375,8 +375,11 @@ class Reducer:
         self.collectives.give_order("wait")  # as before the end of a backward
         self._reductions.end()
 
-    def leave_turn(self) -> bool:
-        """Another model comes: start to reduce what is complete, also of the root. Whether this was all."""
+    def leave_turn(self, *, of_visits: bool = False) -> bool:
+        """Another model comes: start to reduce what is complete, also of the root. Whether this was all. `of_visits`:
+        it has come to all visits of this one, so the root is done, too: where this rank has no gradient, peers may."""
+        for unit in self.order[self._root_begins :] if of_visits else ():
+            self.complete(unit)
         self.now.is_awaited = True
         self._advance(self.to_come.left if self.to_come.has_any() else None)
         return self.now.cursor == len(self.order)

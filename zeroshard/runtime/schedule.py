@@ -24,10 +24,9 @@ from zeroshard.runtime.calls import (
     Needed,
     ToCome,
     Trail,
+    Trails,
     Visit,
-    find_gone,
     newest,
-    note_retained,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.reduce import Reducer
@@ -42,10 +41,10 @@ class Schedule(NotCopied):
 
     [Note: the trail of a backward] On every rank, backward visits the units of the forwards since the last backward in
     reverse order: also units that are not in this rank's own graph (a branch that was not taken here), because its
-    peers may need them. If it comes to an older forward (two losses, and then their backwards), it visits all units of
-    that one, too (`Trail.retained_with`). A unit is reduced behind the last of these visits, even if this rank has all
-    its gradients before: a peer whose graph differs cannot reduce it earlier, and would wait for a gather of this rank,
-    which waits for that reduction.
+    peers may need them. If there are several forwards (two losses, and then their backwards), it visits all units of
+    those that the ranks agree may still come (`Trails.find_living`), also of older ones, until a step. A unit is
+    reduced behind the last of these visits, even if this rank has all its gradients before: a peer whose graph differs
+    cannot reduce it earlier, and would wait for a gather of this rank, which waits for that reduction.
 
     Attributes:
         accumulates: whether a backward runs that adds to gradients.
@@ -64,8 +63,7 @@ class Schedule(NotCopied):
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
         self._to_come = ToCome()  # of the listed trails
-        self._trail = Trail()  # of the last call of the model
-        self._listed = [self._trail]  # the trails of forwards since the last backward, and those that this one came to
+        self._trails = Trails()
         self._evaluates = False  # whether a call of the model runs that began without grad, so no backward comes to it
         self._trains = False  # whether a unit with trainable parameters has run since
         self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
@@ -91,9 +89,8 @@ class Schedule(NotCopied):
         if self.running or in_backward():
             return
         self._evaluates = not torch.is_grad_enabled()
-        if self._trail.visits and not any(unit.weights.scopes for unit in self.gatherer.units):
-            self._trail = Trail()
-            self._listed.append(self._trail)
+        if not any(unit.weights.scopes for unit in self.gatherer.units):
+            self._trails.begin_call()
 
     def before_module(self, module: nn.Module, needed: Needed, inputs: Any) -> None:
         self.gatherer.collectives.come()
@@ -144,7 +141,8 @@ class Schedule(NotCopied):
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         around, call = self.running.around(), object()
-        visits = [Visit(unit, around, self._trail, call) for unit in free]  # also if it raised: perhaps here alone
+        trail = self._trails.last  # also if it raised: perhaps here alone
+        visits = [Visit(unit, around, trail, call) for unit in free]
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
@@ -161,14 +159,15 @@ class Schedule(NotCopied):
         self, leaves: Iterable[Tensor], visits: Sequence[Visit], entries: Mapping[Unit, Entry | None]
     ) -> set[Visit]:
         """Hook those of these tensors that the units have made. Returns the visits with such a tensor."""
-        hooked, trail, graph = set[Visit](), self._trail, Graph()  # the hooks keep the graph alive
+        hooked, trail, graphs = set[Visit](), self._trails.last, list[Graph]()  # the hooks keep the graphs alive
         for leaf, is_base in _with_bases(leaves):
             made = [v for v in visits if (entry.has_made(leaf) if (entry := entries[v.unit]) else not is_base)]
             if made:
                 hooked.update(made)
+                graphs.append(graph := Graph())
                 leaf.register_hook(partial(self._on_output_grad, made, trail, graph))  # type: ignore[no-untyped-call]
         if any(visit.trail is trail for visit in hooked):
-            trail.graphs.add(graph)
+            trail.graphs.update(graphs)
         return hooked
 
     def _list(self, visits: Sequence[Visit]) -> None:
@@ -177,7 +176,7 @@ class Schedule(NotCopied):
             self._to_come.visits += [visit for visit in visits if self._is_first_seen(visit.unit)]
             return
         self._to_come.visits += visits
-        self._trail.visits += visits
+        self._trails.last.visits += visits
         if len(self._to_come.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
             self._begin_anew()
 
@@ -195,9 +194,11 @@ class Schedule(NotCopied):
 
     @called_by_torch
     def _on_output_grad(self, visits: Sequence[Visit], trail: Trail, graph: Graph, grad: Tensor) -> None:
-        """Backward has the gradient of an output. `graph` is here to live as long as the output's graph."""
+        """Backward has the gradient of an output. `graph` lives as long as the output's graph."""
         one_backward.come_to(self, visits[-1].number)
         self.begin_backward()
+        if self.accumulates and not torch._C._autograd._get_current_graph_task_keep_graph():
+            trail.graphs.discard(graph)  # no other backward comes here
         units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
             # The second backward reads weights through views that the first has left in the graph, and parameters that
@@ -206,8 +207,8 @@ class Schedule(NotCopied):
             self.gatherer.expect_to_stay(staying)
             self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
-            if trail not in self._listed and any(visit.trail is trail for visit in visits):
-                self._listed += self._to_come.list_again(trail, self._listed)
+            if trail not in self._trails.listed and any(visit.trail is trail for visit in visits):
+                self._to_come.put_in_front(self._trails.list_again(trail.retained_with))
             waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
@@ -249,7 +250,7 @@ class Schedule(NotCopied):
             if self._to_come.reached > number:
                 self._come_to(())
             if self.accumulates and not self._to_come.has_any():
-                self.reducer.leave_turn()
+                self.reducer.leave_turn(of_visits=self._to_come.reached > number)
 
     def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
         """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
@@ -297,9 +298,8 @@ class Schedule(NotCopied):
             # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
             # of a reentrant checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            # (In a scope, a rank may run a backward alone.)
-            if len(self._listed) > 1 and not any(unit.weights.scopes for unit in self.gatherer.units):
-                find_gone(self._listed, self.gatherer.collectives)
+            if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
+                self._to_come.put_in_front(self._trails.find_living(self.gatherer.units, self.gatherer.collectives))
             if accumulates is None:
                 accumulates = any(is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
                 if not accumulates:
@@ -362,8 +362,7 @@ class Schedule(NotCopied):
 
     def _begin_anew(self) -> None:
         self._to_come.visits.clear()
-        self._trail = Trail()
-        self._listed = [self._trail]
+        self._trails.begin_anew()
 
     @called_by_torch
     def _end_backward(self) -> None:
@@ -374,7 +373,7 @@ class Schedule(NotCopied):
             _forget_autocasts(self.gatherer.collectives.device)
             with torch.no_grad():
                 one_backward.visit_rest(self, task)  # first: peers wait for these gathers before they reduce
-            note_retained(self._listed)
+            self._trails.note_retained()
             self._forget()
             if self.accumulates:
                 self.reducer.end_backward()

@@ -37,13 +37,14 @@ class Versions:
         may_be_differentiated: whether a gradient may be computed for a parameter while it is hidden: behind a scope,
             where it may have been used by itself, and in a backward that adds to no gradients.
         copies: in place of views of the parameters.
+        num_renewals: how often values have been replaced.
         kept: slot -> the backward that last read values of it which a scope has kept (`kept_weights.py`).
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         self._here: tuple[int, ...] | None = None  # while guarded: the versions before
-        self._renewals = [0] * len(self._parameters)
+        self.num_renewals, self._renewals = 0, [0] * len(self._parameters)
         self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
         self.may_be_differentiated = False
         self.kept: dict[int, int] = {}
@@ -68,7 +69,7 @@ class Versions:
         """The values of these slots (None: all) are replaced ([Note: versions of new weights])."""
         new = [slots is None or index in slots for index in range(len(self._parameters))]
         increment_version(compress(self._parameters, new))
-        self._renewals = [*map(add, self._renewals, new)]
+        self.num_renewals, self._renewals = self.num_renewals + 1, [*map(add, self._renewals, new)]
         if self._here is not None:
             self._here = tuple(map(add, self._here, new))
 
