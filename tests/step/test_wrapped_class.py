@@ -138,6 +138,46 @@ def test_methods_of_the_class_reach_the_weights() -> None:
                 expect_same_logs(logs)
 
 
+class Extragradient(torch.optim.Optimizer):
+    """Like cooper's ExtraSGD: a method moves the weights by their gradients, before the step that counts."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.start: list[Tensor] = []
+
+    def extrapolation(self) -> int:
+        moved = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.start.append(p.data.clone())
+                if p.grad is not None and p.grad.shape == p.shape:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+                    moved += 1
+        return moved
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@on_ranks(2)
+def test_a_method_that_reads_gradients_raises(rank: int) -> None:
+    """It found None in their place, and did nothing. Without gradients it does nothing in plain torch, either."""
+    for plan in (*PLANS, None):
+        for elementwise in (True, False):
+            model = make(partial(Net, blocks=1))
+            params: Any = zeroshard.shard(model, plan, units=Block) if plan else model.parameters()
+            optimizer = zeroshard.ShardedOptimizer(params, Extragradient, elementwise=elementwise)
+            found = optimizer.extrapolation()
+            assert set(found if isinstance(found, tuple) else [found]) == {0}
+            loss_of_tokens(model, 0, 0, 0).backward()
+            with pytest.raises(RuntimeError, match="extrapolation of Extragradient reads a gradient"):
+                optimizer.extrapolation()
+
+
 @on_ranks(2)
 def test_what_is_not_a_method_or_an_argument(rank: int) -> None:
     for plan in (*PLANS, None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.layout.layout import Slot
-from zeroshard.model.absent import kind_of
+from zeroshard.model.absent import as_tensors, kind_of
 from zeroshard.storage.unit import Unit
 
 Options = dict[str, Any]
 OptimizerClass = type[torch.optim.Optimizer]
 Groups = dict[Unit, list[int | None]]
 """Unit -> the param group of each slot (None: the slot belongs to another stepper, or to none)."""
+
+
+def shows_gradient(unit: Unit, indices: Iterable[int]) -> bool:
+    """Whether there is something in `p.grad` of one of these slots' parameters."""
+    with as_tensors():
+        return any(unit.parameters[index].grad is not None for index in indices)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
-from zeroshard.step.assignment import Assignment
+from zeroshard.step.assignment import Assignment, shows_gradient
 from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.step.stepper import (
@@ -86,6 +86,10 @@ class FlatState:
 
     def of_unit(self, unit: Unit) -> list[Piece]:
         return [piece for piece in self.pieces if piece.unit is unit]
+
+    def with_gradients(self) -> list[Tensor]:
+        """The tensors of the pieces for whose parameters there is something in `p.grad`."""
+        return [one.tensor for one in self.pieces if shows_gradient(one.unit, one.unit.layout.slots_in(one.world))]
 
     def refine(self, unit: Unit, marks: Sequence[Hashable]) -> None:
         """Cut the pieces of a unit also where the marks (one per slot) of neighbours differ. Values do not change."""

@@ -27,7 +27,7 @@ from zeroshard.layout.cuts import SCRATCH_ALIGNMENT, batches, sizes_for
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, Piece, main_tensor
-from zeroshard.step.inner import Arguments, run_step
+from zeroshard.step.inner import Arguments, run_method, run_step
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import in_parts
 from zeroshard.storage.unit import Unit
@@ -262,7 +262,7 @@ class FlatStep:
             (every,) = _in_batches(self.state.pieces, 1 << 62, self._sizes.at_once)
             new = partial(torch.empty, device=self.assignment.collectives.device)
             joined = [self._bring_main(stretch, new) for stretch in every]
-            result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+            result = run_method(self.optimizer, name, arguments, self.state.with_gradients())
             for stretch, main in zip(every, joined, strict=True):
                 self._store(stretch, main)
                 for piece in stretch.pieces if main is not None else ():

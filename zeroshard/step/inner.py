@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.comm.together import tell_together
-from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.model.absent import as_tensors
 from zeroshard.model.trees import tensors_in
 from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options
 
@@ -103,6 +104,54 @@ def where_torch_puts(key: str, value: Tensor, options: Options, device: torch.de
 
 
 # Stepping -------------------------------------------------------------------------------------------------------------
+
+
+def run_method(optimizer: Any, name: str, arguments: Arguments, with_gradient: Iterable[Tensor]) -> Any:
+    """Call a method other than `step`. `with_gradient`: tensors whose parameters have gradients, which stay where they
+    are: the method finds that there is one, and raises if it reads it."""
+    what = f"{name} of {type(optimizer).__name__}"
+    shown = [(tensor, _elsewhere(tensor, what)) for tensor in with_gradient]
+    try:
+        for tensor, gradient in shown:
+            tensor.grad = gradient
+        return getattr(optimizer, name)(*arguments[0], **arguments[1])
+    finally:
+        for tensor, _ in shown:
+            tensor.grad = None
+
+
+class _Elsewhere(Tensor):
+    """A gradient for a method other than `step`. (With None in its place, the method would go on without, in silence.)
+
+    Attributes:
+        method: for the message."""
+
+    method: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_THE_SHAPE:
+            with as_tensors():
+                return func(*args, **(kwargs or {}))
+        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Elsewhere))
+        raise InvalidState(
+            f"{found.method} reads a gradient, and a method other than step() gets none here. Let the class do this in "
+            "its step(); or do it in the loop, with handle.gradient(name), and `with handle.unsharded(write=True):` to "
+            "set weights"
+        )
+
+
+_OF_THE_SHAPE = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "is_sparse", "layout", "requires_grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel),
+}
+
+
+def _elsewhere(tensor: Tensor, method: str) -> Tensor:
+    nan = torch.full((), torch.nan, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    gradient = Tensor._make_subclass(_Elsewhere, nan)
+    gradient.method = method
+    return gradient
 
 
 def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None, is_void: Tensor | None = None) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from zeroshard.comm.ranges import phase, span
 from zeroshard.layout.interval import Interval
-from zeroshard.step.assignment import Assignment, Options
-from zeroshard.step.inner import Arguments, run_step
+from zeroshard.step.assignment import Assignment, Options, shows_gradient
+from zeroshard.step.inner import Arguments, run_method, run_step
 from zeroshard.step.owner_state import OwnerState, WholeParameter
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import follow_weights
@@ -107,7 +107,9 @@ class OwnerStep:
         """Call another method of the class on the whole parameters; then set main and weights. Collective."""
         with self.state.inner.with_options(options):
             self._fetch_main()
-            result = getattr(self.optimizer, name)(*arguments[0], **arguments[1])
+            values = self.state.values.items()
+            with_gradient = [value for whole, value in values if shows_gradient(whole.unit, [whole.index])]
+            result = run_method(self.optimizer, name, arguments, with_gradient)
             self._to_holders({*self.state.wholes})
         return result
 
