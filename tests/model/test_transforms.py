@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -176,3 +177,27 @@ def test_without_gradients_forward_transforms_work_under_every_plan(rank: int) -
         with torch.no_grad():
             for name in ("vmap", "jvp", "jacfwd"):
                 assert same(OF_INPUTS[name](model), OF_INPUTS[name](plain)), (plan, name)
+
+
+@pytest.mark.by_cpu
+@on_ranks(2)
+def test_a_loss_on_a_forward_derivative(rank: int) -> None:
+    """Its backward passes the tangents, beside the outputs. Under ZERO3 it failed, with a message about storages."""
+
+    def loss_of(model: Any, rank: int, *, with_primal: bool) -> Tensor:
+        x = torch.stack([X, 2 * X]) + rank
+        with forward_ad.dual_level():
+            output = forward_ad.make_dual(x, torch.ones_like(x))
+            for block in model.blocks:
+                output = block(output)
+            primal, tangent = forward_ad.unpack_dual(model.head(output))
+            return tangent.square().mean() + (primal.mean() if with_primal else 0)
+
+    for plan, with_primal in product(plans_of(1), (True, False)):
+        plain, model = make(Net), make(Net)
+        sum(loss_of(plain, other, with_primal=with_primal) / 2 for other in range(2)).backward()
+        handle = zeroshard.shard(model, plan, units=Block)
+        loss_of(model, rank, with_primal=with_primal).backward()
+        for name, parameter in plain.named_parameters():
+            found, expected = handle.gradient(name), parameter.grad
+            assert expected is None or (found is not None and torch.allclose(found, expected, atol=1e-6)), name

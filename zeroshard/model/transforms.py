@@ -14,11 +14,20 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 
 def under_transform() -> bool:
     """Whether a transform is active on this thread."""
     return peek_interpreter_stack() is not None
+
+
+def with_tangents(tensors: list[Tensor]) -> list[Tensor]:
+    """These, and their forward derivatives (`torch.autograd.forward_ad`), which have graphs of their own."""
+    if forward_ad._current_level < 0 or under_transform():
+        return tensors
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors]  # type: ignore[no-untyped-call]
+    return [*tensors, *(one for one in tangents if one is not None and one.grad_fn is not None)]
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.right_call import expect_autograd
-from zeroshard.model.transforms import given_tensors, under_transform
+from zeroshard.model.transforms import given_tensors, under_transform, with_tangents
 from zeroshard.model.trees import differentiable
 from zeroshard.runtime import one_backward
 from zeroshard.runtime.calls import (
@@ -149,7 +149,7 @@ class Schedule(NotCopied):
         visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
         # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
         left = left_beside(inputs, needed.reached, () if transformed else free, (*in_scope, *around))
-        hooked = self._hook([*differentiable(output), *left, *seen], visits, entries)
+        hooked = self._hook(with_tangents([*differentiable(output), *left, *seen]), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
             left = left_beside(inputs, [*module.modules()])
             self._hook(left, [visit for visit in visits if visit not in hooked], entries)
