@@ -28,6 +28,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+        self.temperature = 1.0
 
     def train(self) -> None:
         self._move(True, lambda beta: 1 - beta)
@@ -188,6 +189,11 @@ def test_what_is_not_a_method_or_an_argument(rank: int) -> None:
         assert hasattr(optimizer, "train") and not hasattr(optimizer, "mode")
         with pytest.raises(AttributeError, match=r"no attribute 'mode'. ScheduleFree has.*optimizer.steppers"):
             optimizer.mode  # noqa: B018
+        for name in ("mode", "temperature"):  # setting one had no effect, in silence
+            with pytest.raises(AttributeError, match=f"no attribute '{name}'. ScheduleFree has.*optimizer.steppers"):
+                setattr(optimizer, name, 2.0)
+        optimizer.note = "of the user"
+        assert optimizer.note == "of the user"
         with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'first_step'"):
             optimizer.first_step()
         optimizer.train()

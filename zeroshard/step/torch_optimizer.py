@@ -218,6 +218,13 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             return partial(self._call, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises for an attribute that the user's instances have, and this one has not: they would not see it."""
+        is_new = not name.startswith("_") and name not in self.__dict__ and not hasattr(type(self), name)
+        if is_new and "_steppers" in self.__dict__:
+            self._steppers.have_method(name)
+        super().__setattr__(name, value)
+
     @torch.no_grad()
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.engine.check_open(name)
