@@ -476,3 +476,55 @@ def test_a_class_that_cannot_step_a_parameter_without_elements_is_refused_on_eve
         with pytest.raises(ValueError, match="Adafactor cannot step empty, which has no elements"):
             zeroshard.ShardedOptimizer(handle, torch.optim.Adafactor)
         zeroshard.ShardedOptimizer(handle, Lamb)
+
+
+class WithAList(torch.optim.Optimizer):
+    """Momentum in a list beside `self.state`, as textbooks do it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.velocities: Any = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
+
+    def velocity(self, number: int, p: Tensor) -> Tensor:
+        return self.velocities[number]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                p.sub_(self.velocity(number, p).mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class WithADict(WithAList):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.velocities = {}
+
+    def velocity(self, number: int, p: Tensor) -> Tensor:
+        return self.velocities.setdefault(p, torch.zeros_like(p))  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_momentum_beside_the_state_is_refused_or_stepped_whole(rank: int) -> None:
+    """In pieces, which are cut anew where a parameter is frozen, it began with a momentum of zeros, in silence."""
+
+    def train(model: Any, optimizer: Any, loss_of: Any) -> Any:
+        for step in range(4):
+            model.blocks[0].up.weight.requires_grad_(step != 2)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+
+    for of_class in (WithAList, WithADict):
+        plain = make(Net)
+        both = lambda model, step: sum(loss_of_tokens(model, r, 0, step) for r in range(2)) / 2  # noqa: E731
+        train(plain, of_class(plain.parameters()), both)
+        for plan in PLANS:
+            model = make(Net)
+            handle = zeroshard.shard(model, plan)
+            for elementwise in (None, True):
+                with pytest.raises(ValueError, match=r"'velocities', .*self.state\[p\]; or pass elementwise=False"):
+                    zeroshard.ShardedOptimizer(handle, of_class, elementwise=elementwise)
+            optimizer = zeroshard.ShardedOptimizer(handle, of_class, elementwise=False)
+            train(model, optimizer, lambda model, step: loss_of_tokens(model, rank, 0, step))
+            assert largest_difference(handle.full_state_dict(), plain.state_dict()) < LAST_BITS

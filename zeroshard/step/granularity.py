@@ -100,6 +100,8 @@ def granularity_of(
             if any(_shares_out(one) for one in kinds):
                 _refuse_communicating(tried, "keeps the state of a parameter on one rank, where no checkpoint finds it")
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
+        if declared is not Granularity.PARAMETER:
+            _expect_all_in_state(kinds)
         there = _attributes_of(parameters)
         asked = sorted(there & _asked_for(kinds, {parameter.ndim for parameter in parameters}) if there else ())
         if asked and declared is Granularity.ELEMENT:
@@ -304,6 +306,38 @@ def _shares_out(tried: _Tried, count: int = 128) -> bool:
         run_step(optimizer)
         return 0 < sum(bool(optimizer.state.get(tensor)) for tensor in tensors) < count
     return False
+
+
+def _expect_all_in_state(kinds: Iterable[_Tried]) -> None:
+    """
+    Raises:
+        ValueError: the class keeps tensors of the size of a parameter elsewhere than in `optimizer.state`. Each step
+            gives it some of the pieces, and pieces are cut anew where parameters are frozen; so it would use them for
+            other elements, or begin anew."""
+    for tried in kinds:
+        if kept := _kept_beside_state(tried):
+            raise InvalidValue(
+                f"{tried.name} keeps tensors of the size of a parameter in {min(kept)!r}, and is stepped over other "
+                "pieces of parameters from step to step. Let it keep them in self.state[p]; or pass elementwise=False: "
+                "then it steps whole parameters, and trains, but checkpoints and state_dict() do not have these tensors"
+            )
+
+
+def _kept_beside_state(tried: _Tried) -> set[str]:
+    """The attributes of an instance with tensors of the size of a parameter."""
+    tensor = torch.ones(11, 13, device="cpu", requires_grad=True)  # a size that no constant of a class has
+    with suppress(Exception):  # other trials tell of it
+        optimizer = tried.over([tensor])
+        for _ in range(2):
+            tensor.grad = torch.ones_like(tensor)
+            run_step(optimizer)
+        own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+        known = {one.untyped_storage()._cdata for one in (tensor, tensor.grad) if one is not None}
+        held = [(name, one) for name, value in own.items() for one in tree_leaves(value) if isinstance(one, Tensor)]
+        return {
+            name for name, one in held if one.numel() == tensor.numel() and one.untyped_storage()._cdata not in known
+        }
+    return set()
 
 
 def _refuse_communicating(tried: _Tried, why: str) -> NoReturn:
