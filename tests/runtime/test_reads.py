@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import Block, Job, Net, State, loss_of_tokens, make, plans_of, same_bits, train
+from tests.kit import Block, Job, Net, State, loss_of_tokens, make, plans_of, same_bits, train, travelling
 from tests.together import in_turn, on_ranks
 from zeroshard.model.absent import is_absent
 from zeroshard.testing import run_ranks
@@ -252,6 +252,40 @@ def test_averages_threads_and_workers(rank: int) -> None:
         forked = "fork" if workers else None  # by default, Python 3.14 would pickle the model
         with pytest.raises(RuntimeError, match=r"parameter blocks\.1\.up\.weight are not here"):
             list(DataLoader(Weights(model), num_workers=workers, multiprocessing_context=forked))
+
+
+class Calls(Dataset[Tensor]):
+    """Calls a unit of the model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        with torch.no_grad():
+            called: Tensor = self.model.blocks[1](torch.ones(1, 19))
+        return called
+
+
+@on_ranks(2)
+def test_workers_that_call_a_unit(rank: int) -> None:
+    """Without shared memory they waited for messages that never come to a copy of a rank."""
+
+    def check(rank: int, way: str) -> None:
+        with travelling(way):
+            model = make(Net)
+            handle = zeroshard.shard(model, "zero3", units=Block)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            for step in range(2):
+                loss_of_tokens(model, rank, 0, step).backward()
+                optimizer.step()
+                with pytest.raises(RuntimeError, match="forked from a rank, and cannot exchange data"):
+                    list(DataLoader(Calls(model), num_workers=1, multiprocessing_context="fork"))
+            handle.close()
+
+    in_turn(check, ["shared", "pairwise"])(rank)
 
 
 @on_ranks(2)

@@ -376,7 +376,9 @@ class Collectives:
         watch.wait_for_all(self.mesh.world.ranks, self._name)
 
     def _begin(self, kind: str, axis: Axis, text: str) -> Wait:
-        """Count a collective that begins here, for the watch."""
+        """Count a collective that begins here, for the watch. Raises in a forked copy of a rank."""
+        if axis.size > 1:
+            self.messages.expect_original()
         # Ranks are compared by these numbers: every rank must count every collective, so count before any return.
         key = f"{kind} {self._name}"
         return Wait(key, HERE.begin(key), axis.ranks, text)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import struct
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroshard.errors import Error
+from zeroshard.errors import Error, InvalidState
 from zeroshard.failures import watch
 from zeroshard.failures.positions import HERE, Wait
 from zeroshard.ranks.mesh import Axis
-from zeroshard.ranks.pipes import MOST_BYTES, PeerGone, Pipes, is_by_pipe
+from zeroshard.ranks.pipes import FORKED, MOST_BYTES, PeerGone, Pipes, is_by_pipe
 from zeroshard.ranks.shared_memory import NOWHERE, Location
 
 _WORDS = struct.Struct("=6q")
@@ -151,6 +153,8 @@ class Failing:
         self._messages, self._at = messages, at
 
     def __enter__(self) -> None:
+        if self._messages.pipes is None:  # else what has come can be read in a copy, too
+            self._messages.expect_original()
         self._before = HERE.begin_wait(self._at)
 
     def __exit__(
@@ -174,12 +178,15 @@ class Messages:
         rank: of this process in the world.
         name: of the mesh, the same on all its ranks.
         failed: whether a wait has failed. Then the ranks no longer expect the same messages.
+        is_forked_copy: whether this process was forked from the rank. It has none of gloo's threads: a message would
+            never come.
         pipes: carry the small messages if all ranks are on one host; None: all messages go through gloo.
     """
 
     def __init__(self, rank: int, name: str) -> None:
         self.rank, self.name = rank, name
-        self.failed = False
+        self.failed = self.is_forked_copy = False
+        _ALL.add(self)
         self.pipes: Pipes | None = None
         self._channels: dict[tuple[tuple[int, ...], str], int] = {}
         self._numbers: dict[str, int] = {}
@@ -240,6 +247,14 @@ class Messages:
             f"{watch.where_is(peer)}. {state}. Every rank must run the same units in the same order. "
             "Calls like full_state_dict, unsharded, state_dict, save and load are collective: make them on every rank"
         )
+
+    def expect_original(self) -> None:
+        """
+        Raises:
+            RuntimeError: this process is a forked copy of a rank.
+        """
+        if self.is_forked_copy:
+            raise InvalidState(FORKED)
 
     def keep(self, works: Sequence[Any]) -> None:
         """Keep works that nobody waits for: gloo needs their receives when the messages come."""
@@ -348,6 +363,18 @@ class Messages:
             number = self._numbers[about] = zlib.crc32(about.encode())
             self._known[number] = about
         return number
+
+
+_ALL: weakref.WeakSet[Messages] = weakref.WeakSet()
+"""The messages of this process."""
+
+
+def _mark_copies() -> None:
+    for messages in list(_ALL):
+        messages.is_forked_copy = messages.failed = True
+
+
+os.register_at_fork(after_in_child=_mark_copies)
 
 
 def _tag(channel: int) -> int:

@@ -42,6 +42,12 @@ _AT_ONCE = 1 << 16
 _LONG, _SHORT = 60.0, 0.01
 """Seconds: the longest poll; and how often a thread that wants to write tries again while another thread polls."""
 
+FORKED = (
+    "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever gathers, "
+    "reduces or steps in the rank itself, not in a DataLoader worker or another forked process"
+)
+"""The error message for a copy of a rank. See [Note: forked workers] in `watch.py`."""
+
 T = TypeVar("T", bytes, "Receive")
 
 Card = list[list[int]]
@@ -359,10 +365,7 @@ class Pipes:
 
     def _expect_original(self) -> None:
         if self.is_forked_copy:
-            raise InvalidState(
-                "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever "
-                "gathers, reduces or steps in the rank itself, not in a DataLoader worker or another forked process"
-            )
+            raise InvalidState(FORKED)
 
     # Under the lock --------------------------------------------------------------------------------------------------
 
