@@ -198,10 +198,8 @@ class Messages:
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
         """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
         memory); and start to receive the same from the peers."""
-        mine, channel = (
-            _WORDS.pack(*location, num_bytes, self._number_of(about)),
-            self._channel(axis, f"announce {kind}"),
-        )
+        mine = _WORDS.pack(*location, num_bytes, self._number_of(about))
+        channel = self._channel(axis, f"announce {kind}")
         notes = {rank: self._expect_note(axis, _WORDS.size, rank, channel) for rank in axis.peers}
         works: list[Any] = [*notes.values()]
         try:
@@ -275,10 +273,8 @@ class Messages:
         """Tell all peers that this rank has read their memory in an exchange of this kind. The works are done when the
         peers have said the same. (Reductions are read at other moments on each rank, so their confirmations must not be
         taken for those of gathers.) `doubts`: of this rank, which are told; those of the peers are heard."""
-        channel, note = (
-            self._channel(axis, f"read {kind}"),
-            _IN_DOUBT if doubts is not None and doubts.are_here else _READ,
-        )
+        channel = self._channel(axis, f"read {kind}")
+        note = _IN_DOUBT if doubts is not None and doubts.are_here else _READ
         works: list[Any] = [self._expect_note(axis, len(note), rank, channel) for rank in axis.peers]
         if doubts is not None:
             works = [Read(work, doubts) for work in works]
