@@ -35,4 +35,4 @@ class TookTooLong(Error, TimeoutError):
 
 
 class NotInstalled(Error, ModuleNotFoundError):
-    """An optional library that is needed for the call is not installed."""
+    """What is needed is not installed: an optional library, or modules of Python that this system does not have."""

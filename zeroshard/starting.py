@@ -1,4 +1,5 @@
-"""Control-C while the command starts: its imports take seconds, and would print the interrupt or swallow it."""
+"""Comes before all imports: whether this system will do, and Control-C while the command starts. (Its imports take
+seconds, and would print the interrupt or swallow it.)"""
 
 import os
 import signal
@@ -6,6 +7,13 @@ import sys
 import threading
 from itertools import pairwise
 from types import FrameType
+
+from zeroshard.errors import NotInstalled
+
+if os.name != "posix":  # modules of Python that only POSIX has are imported
+    raise NotInstalled(
+        "zeroshard runs on Linux and macOS. On Windows, install it in WSL, the Windows Subsystem for Linux"
+    )
 
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes of the command."""

@@ -13,6 +13,7 @@ import click
 import psutil
 import pytest
 
+import zeroshard
 from tests.forked import FirstAnInterpreter, Forked
 from tests.grids import EVERYTHING
 from tests.patience import wait_until
@@ -173,6 +174,23 @@ def test_control_c_during_imports(
         capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_a_system_that_is_not_posix_is_told_what_to_do() -> None:
+    """As on Windows, whose Python has no module `resource`."""
+    program = "import os, sys; os.name = sys.argv[1]; import zeroshard; print(zeroshard.__version__)"
+    done = {
+        name: subprocess.run(
+            [sys.executable, "-c", program, name], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
+        for name in ("nt", "posix")
+    }
+    assert (
+        done["nt"]
+        .stderr.splitlines()[-1]
+        .startswith("zeroshard.errors.NotInstalled: zeroshard runs on Linux and macOS. On Windows,")
+    )
+    assert (done["posix"].returncode, done["posix"].stdout) == (0, f"{zeroshard.__version__}\n")
 
 
 def test_a_rank_that_was_interrupted_while_it_started_stops_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
