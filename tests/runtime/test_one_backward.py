@@ -1,4 +1,4 @@
-"""One backward through two models, or three, where a rank leaves out a unit.
+"""One backward through two models, or three, where a rank leaves out a unit, or all of a model.
 
 That rank comes to the unit later than its peers: at another visit, or at the end of the backward. It was then at the
 other model and waited there for peers that waited for it here, until the timeout. Without shared memory ZeRO-1 and 2
@@ -43,6 +43,11 @@ class Layers(nn.Module):
         return x * self.scale if scaled else x
 
 
+def none_of(model: Any, x: Tensor, out: int | None, **options: Any) -> Tensor:
+    """The last rank uses no parameter of this model."""
+    return model(x, *(() if out is None else range(4)), scaled=out is None, **options)
+
+
 KEPT: list[Tensor] = []
 
 
@@ -72,6 +77,14 @@ WAYS = {
     "three, inside": lambda a, b, c, x, out: a(b(x), between=lambda y: c(y, out)),
     **NEWER,
 }
+UNUSED: dict[str, Any] = {
+    "one": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out),
+    "the first": lambda a, b, c, x, out: b(none_of(a, x.clone().requires_grad_(), out)),
+    "the last": lambda a, b, c, x, out: none_of(b, a(x), out),
+    "inside": lambda a, b, c, x, out: a(x, between=lambda y: none_of(b, y, out)),
+    "around": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out, between=b),
+    "retained, of three": lambda a, b, c, x, out: c(none_of(b, none_of(a, x.clone().requires_grad_(), out), out)),
+}
 
 
 def batches(rank: int, number: int = 4) -> Tensor:
@@ -81,12 +94,12 @@ def batches(rank: int, number: int = 4) -> Tensor:
 
 def models_of(way: str) -> list[Layers]:
     torch.manual_seed(0)
-    return [Layers() for _ in range(3 if "three" in way else 2)]
+    return [Layers() for _ in range(3 if "three" in way else 1 if way == "one" else 2)]
 
 
 def backward(way: str, models: Any, x: Tensor, left_out: int | None, factor: float = 1.0) -> None:
     """Of a loss; once more, if the graph is retained."""
-    loss = WAYS[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
+    loss = (WAYS | UNUSED)[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
     loss.backward(retain_graph="retained" in way)
     if "retained" in way:
         loss.backward()
@@ -167,6 +180,42 @@ def check_newer(rank: int) -> None:
 def test_what_is_left_of_one_model_comes_between_what_is_left_of_others() -> None:
     """Over native backends two models took each other's gradients: the weights were wrong, in silence."""
     run_ranks(check_newer, 2, collective_timeout=HANG)
+
+
+def check_unused(rank: int) -> None:
+    for case, (way, plan) in enumerate(product(UNUSED, PLANS)):
+        expected = plain(2, way, 0, case % 2 == 0)
+        for by in TRANSPORTS if EVERYTHING else (TRANSPORTS[(case + case // 4) % 3],):
+            with travelling(by):
+                found = trained(rank, 2, plan, way, 0, waits=case % 2 == 0)
+            for one, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, right, msg=lambda m, at=(way, plan, by): f"{at}: {m}")
+
+
+def test_a_rank_uses_no_parameter_of_a_model() -> None:
+    """Gradients of its peers went through the model to another model, or to an input. This rank took its backward for
+    one that accumulates nothing, and its peers waited for it in their reductions."""
+    run_ranks(check_unused, 2, collective_timeout=HANG)
+
+
+def check_kept(rank: int) -> None:
+    for plan, is_leaf in product(("zero2", "zero3"), (True, False)):
+        model = models_of("one")[0]
+        handle = zeroshard.shard(model, plan, units=Layer)
+        leaf = batches(rank)[0].requires_grad_()
+        x = leaf if is_leaf else leaf * 2
+        (grad,) = torch.autograd.grad(none_of(model, x, 0 if rank else None).sum(), x)
+        assert bool(grad.all())
+        with pytest.raises(RuntimeError, match="is empty; call backward"):
+            handle.gradient("scale")
+        none_of(model, leaf * 2, 0 if rank else None).sum().backward()
+        assert bool(handle.gradient("scale").any())
+        handle.close()
+
+
+def test_a_gradient_of_an_input_alone_reduces_nothing() -> None:
+    """Also where the graph of one rank has no parameter that could tell."""
+    run_ranks(check_kept, 2, collective_timeout=HANG)
 
 
 def control(rank: int, plan: str, by: str, way: str, left_out: int) -> None:

@@ -301,7 +301,7 @@ class Schedule(NotCopied):
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
                 self._to_come.put_in_front(self._trails.find_living(self.gatherer.units, self.gatherer.collectives))
             if accumulates is None:
-                accumulates = any(is_accumulated(p) for unit in self.reducer.order for p in unit.parameters)
+                accumulates = is_reduced(self.reducer.order)
                 if not accumulates:
                     self.gatherer.let_differentiate()
         if accumulates and not self.accumulates:
@@ -434,12 +434,37 @@ def _forget_autocasts(device: torch.device) -> None:
         torch.clear_autocast_cache()
 
 
+def is_reduced(units: Sequence[Unit]) -> bool:
+    """Whether the current backward adds to gradients of these units. Where the graph of this rank has none of their
+    parameters, peers may have some, and wait for this rank in their reductions."""
+    if any(is_accumulated(p) for unit in units for p in unit.parameters):
+        return True
+    return any(unit.requiring_grad() for unit in units) and accumulates_all()
+
+
 def is_accumulated(parameter: Tensor) -> bool:
     """Whether the current backward reaches the parameter and adds to its `grad`."""
     with as_tensors():
-        if not parameter.requires_grad:
+        return parameter.requires_grad and _will_run(get_gradient_edge(parameter).node)
+
+
+def accumulates_all() -> bool:
+    """Whether the current backward adds to the `grad` of all that its current node leads to: `loss.backward()`, or with
+    `inputs=` that are all of these."""
+    nodes: list[Node | None] = [torch._C._current_autograd_node()]
+    seen = set[Node]()
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions and not _will_run(node):  # a leaf's
             return False
-        try:
-            return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-        except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
-            return False
+        nodes += [following for following, _ in node.next_functions]
+    return bool(seen)
+
+
+def _will_run(node: Node) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
+        return False
