@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
+from zeroshard.step.param_groups import defaults_of
 from zeroshard.step.taken_over import arguments_of
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -206,10 +207,13 @@ def test_controls() -> None:
     del silent.defaults["lr"]  # an attribute tells as well, where no argument can be passed: in a Trainer
     assert arguments_of(silent, {}) == {"lr": 0.1, "must": 1.0, "rule": 3.0}
     assert arguments_of(Numbered(model.parameters(), betas=(0.8, 0.7)), {}) == {"betas": (0.8, 0.7)}
-    with pytest.raises(
-        ValueError, match=r"OfModel cannot be made anew \('list' object has no attribute 'parameters'\)"
-    ):
+    found = (
+        r"OfModel cannot be made anew \('list' object has no attribute 'parameters'\): .* takes parameters, and not the"
+    )
+    with pytest.raises(ValueError, match=found):
         arguments_of(OfModel(model), {})
+    with pytest.raises(ValueError, match=r"OfModel cannot be sharded: .* that takes the model .* cannot be"):
+        defaults_of(OfModel, {})
 
 
 def test_what_cannot_be_taken_over_is_told() -> None:

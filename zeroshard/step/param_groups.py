@@ -310,8 +310,9 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
         optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
     except (AssertionError, AttributeError, LookupError, RuntimeError) as error:  # not what checks of options raise
         raise InvalidValue(
-            f"{optimizer_class.__name__} cannot be sharded: over a list of parameters it raised {error!r}. If its "
-            "param groups must have options that say how they are stepped (use_muon), give each group a class instead: "
+            f"{optimizer_class.__name__} cannot be sharded: over a list of parameters it raised {error!r}. A class "
+            "that takes the model in place of parameters cannot be. If its param groups must have options that say how "
+            "they are stepped (use_muon), give each group a class instead: "
             '[{"params": matrices, "optimizer_class": torch.optim.Muon}, {"params": others}]'
         ) from error
     if missing := [name for name in ("defaults", "param_groups", "state") if not hasattr(optimizer, name)]:

@@ -175,7 +175,8 @@ def _expect_alike(optimizer: torch.optim.Optimizer, arguments: Options) -> None:
             new = over_group(type(optimizer), arguments, optimizer.param_groups[0])
         except Exception:
             raise InvalidValue(
-                f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...)"
+                f"from_optimizer: {name} cannot be made anew ({error}): write ShardedOptimizer(handle, {name}, ...), "
+                "which needs a class that takes parameters, and not the model"
             ) from error
     for what, mine, theirs in (
         ("the default", optimizer.defaults, new.defaults),
