@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
@@ -275,6 +276,69 @@ def test_kept_weights_that_autograd_does_not_follow(rank: int, where: str) -> No
     for number, how in enumerate(DETACHED, KEPT_WHERE.index(where)):
         expected, *found = [losses_of_kept(plan, how, where, way) for plan, way in ways_of(number)]
         assert all(one == expected for one in found), how
+
+
+MODES: dict[str, Callable[[], Any]] = {"without gradients": torch.no_grad, "in inference mode": torch.inference_mode}
+
+
+class Evaluated(Block):
+    """Keeps views of a weight, also of the first forward, which is an evaluation, for a training forward."""
+
+    first: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = {"rows": [self.linear.weight[:3]]}
+        if self.first is None:
+            self.first = self.linear.weight.detach()[0]
+        return super().forward(x) * self.first
+
+
+class Acts(Block):
+    """An actor: keeps the distribution of its actions, or returns it, whose scale is a view of a weight."""
+
+    def __init__(self, *, returns: bool) -> None:
+        super().__init__()
+        self.scale, self.returns = nn.Parameter(torch.rand(WIDTH) + 1), returns
+
+    def forward(self, x: Tensor) -> Any:
+        self.actions = Independent(Normal(super().forward(x), self.scale), 1)
+        return self.actions if self.returns else self.actions.mean.detach()
+
+
+def losses_of_evaluated(plan: str, way: str, block: Callable[[], nn.Module], mode: str) -> list[float]:
+    """Of evaluations, of what they left in attributes, and of training steps."""
+    with travelling(way):
+        model = make(lambda: nn.ModuleList(block() for _ in range(BLOCKS)))
+        handle = zeroshard.shard(model, plan, units=type(model[0]))
+        optimizer, losses = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), []
+        for step in range(2):
+            with MODES[mode]():
+                losses += [value.item() for value in values_left(model, data(0, step))]
+            loss = sum(values_left(model, data(0, step)), torch.zeros(()))
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+def values_left(model: Any, x: Tensor) -> list[Tensor]:
+    for one in model:
+        found = one(x)
+        x = found if isinstance(found, Tensor) else found.mean
+    if isinstance(model[0], Acts):
+        return [-one.actions.log_prob(torch.ones(WIDTH)).mean() for one in model]
+    return [x.square().mean(), *(one.kept["rows"][0].square().sum() for one in model)]
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_what_an_evaluation_leaves_in_attributes(rank: int, mode: str) -> None:
+    """Views had the values of other units, in silence; distributions also in training, where backward raised."""
+    blocks = (Evaluated, partial(Acts, returns=False), partial(Acts, returns=True))
+    for number, block in enumerate(blocks, [*MODES].index(mode)):
+        expected, *found = [losses_of_evaluated(plan, way, block, mode) for plan, way in ways_of(number)]
+        assert all(one == expected for one in found), block
 
 
 class Leaves(Block):

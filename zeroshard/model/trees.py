@@ -9,18 +9,27 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 from torch.utils import _pytree as pytree
 
 Replaced = Callable[[Any, Any, Any], None]
 """Called with a list, a dict or a dataclass in which something was replaced, what is there now, and what was there."""
 
 
-def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replaced, around: tuple[Any, ...] = ()) -> Any:
+def replace_tensors(
+    fn: Callable[[Tensor], Tensor],
+    tree: Any,
+    replaced: Replaced,
+    around: tuple[Any, ...] = (),
+    *,
+    objects: tuple[type, ...] = (),
+) -> Any:
     """The tree with `fn` applied to its tensors. Lists, dicts and dataclasses stay the same objects: what changes in
     them is replaced there. Tuples, and pytrees of other classes, are copied if something in them changes.
 
     Args:
         around: the lists, dicts and dataclasses around the tree, one of which it may be.
+        objects: classes whose instances are treated like dataclasses: what changes in their attributes is replaced.
     """
     kind = type(tree)
     if isinstance(tree, Tensor):
@@ -28,20 +37,20 @@ def replace_tensors(fn: Callable[[Tensor], Tensor], tree: Any, replaced: Replace
     if isinstance(tree, _WITHOUT_TENSORS):
         return tree
     if kind is tuple:
-        parts = [replace_tensors(fn, part, replaced, around) for part in tree]
+        parts = [replace_tensors(fn, part, replaced, around, objects=objects) for part in tree]
         return tree if _are_same(parts, tree) else tuple(parts)
-    if kind in _SEQUENCES or isinstance(tree, _MAPPINGS) or is_record(tree):
+    if kind in _SEQUENCES or isinstance(tree, (*_MAPPINGS, *objects)) or is_record(tree):
         if any(tree is one for one in around):
             return tree
         for name, part in parts_of(tree):
-            if (new := replace_tensors(fn, part, replaced, (*around, tree))) is not part:
+            if (new := replace_tensors(fn, part, replaced, (*around, tree), objects=objects)) is not part:
                 put_part(tree, name, new)
                 replaced(tree, new, part)
         return tree
     leaves, structure = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)  # one level
     if len(leaves) == 1 and leaves[0] is tree:
         return tree
-    changed = [replace_tensors(fn, leaf, replaced, around) for leaf in leaves]
+    changed = [replace_tensors(fn, leaf, replaced, around, objects=objects) for leaf in leaves]
     return tree if _are_same(changed, leaves) else pytree.tree_unflatten(changed, structure)
 
 
@@ -49,6 +58,8 @@ def parts_of(container: Any) -> list[tuple[Any, Any]]:
     """The parts of a list, a dict or a dataclass, with the index, key or field of each."""
     if isinstance(container, _MAPPINGS):
         return list(container.items())
+    if isinstance(container, DISTRIBUTIONS):
+        return list(vars(container).items())
     if not is_record(container):
         return list(enumerate(container))
     names = [field.name for field in dataclasses.fields(container)]
@@ -57,7 +68,7 @@ def parts_of(container: Any) -> list[tuple[Any, Any]]:
 
 def put_part(container: Any, name: Any, part: Any) -> None:
     """Replace a part of a list, a dict or a dataclass."""
-    if is_record(container) and not isinstance(container, _MAPPINGS):
+    if isinstance(container, DISTRIBUTIONS) or (is_record(container) and not isinstance(container, _MAPPINGS)):
         object.__setattr__(container, name, part)  # also works for frozen dataclasses
         return
     try:
@@ -70,6 +81,8 @@ def put_part(container: Any, name: Any, part: Any) -> None:
 
 _SEQUENCES: tuple[type[Any], ...] = (tuple, list, deque)
 _DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict)
+DISTRIBUTIONS = (Distribution, Transform)
+"""Objects of torch that hold tensors. An actor keeps one of the actions that its last forward has found."""
 _MAPPINGS = (dict, UserDict)  # the latter: what tokenizers and processors of `transformers` return
 
 
@@ -123,26 +136,30 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in attributes and buffers of the module itself, with the name of the attribute; not in the user's objects
-    there."""
+    """Tensors in attributes and buffers of the module itself, with the name of the attribute; also in distributions
+    of torch there, but not in the user's objects."""
     own = vars(module)
     for name in own.keys() - _OF_TORCH:
         value = own[name]
         if isinstance(value, Tensor):
             yield name, value
         elif not (type(value) in _NEVER or isinstance(value, _WITHOUT_TENSORS) or (name == "_buffers" and not value)):
-            yield from ((name, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    yield name, leaf
+                elif isinstance(leaf, DISTRIBUTIONS):
+                    yield from ((name, tensor) for tensor in tensors_in(leaf))
 
 
 def replace_kept_in(tree: Any, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors in the attributes of a module (those of `tensors_kept_by`), or in lists, dicts and
     dataclasses of a tree."""
     if not isinstance(tree, nn.Module):
-        replace_tensors(fn, tree, lambda *_: None)
+        replace_tensors(fn, tree, lambda *_: None, objects=DISTRIBUTIONS)
         return
     own = vars(tree)
     for name in own.keys() - _OF_TORCH:
-        if (new := replace_tensors(fn, own[name], lambda *_: None)) is not own[name]:
+        if (new := replace_tensors(fn, own[name], lambda *_: None, objects=DISTRIBUTIONS)) is not own[name]:
             own[name] = new
 
 

@@ -130,6 +130,9 @@ class Schedule(NotCopied):
         if not free and not in_scope:
             return output
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
+        # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
+        kept_longer = (*in_scope, *(around := self.running.around()))
+        left = left_beside(inputs, needed.reached, () if transformed else free, kept_longer)
         if not torch.is_grad_enabled():
             if not self._to_come.visits:  # else the casts are those of a forward that backward will come to
                 _forget_autocasts(self.gatherer.collectives.device)
@@ -140,15 +143,12 @@ class Schedule(NotCopied):
         if not in_backward():
             for unit in free:
                 self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
-        around, call = self.running.around(), object()
-        trail = self._trails.last  # also if it raised: perhaps here alone
+        call, trail = object(), self._trails.last  # also if it raised: perhaps here alone
         visits = [Visit(unit, around, trail, call) for unit in free]
         if self._trains:
             self._list(visits)
         # A rank may run the model alone in a scope, so these are no visits. But a backward may come after the scope.
         visits = [*visits, *(Visit(unit, around, None, call) for unit in in_scope)]
-        # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
-        left = left_beside(inputs, needed.reached, () if transformed else free, (*in_scope, *around))
         hooked = self._hook(with_tangents([*differentiable(output), *left, *seen]), visits, entries)
         if any(v not in hooked and (entry := entries[v.unit]) is not None and entry.has_advanced() for v in visits):
             left = left_beside(inputs, [*module.modules()])

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.trees import replace_kept_in, replace_tensors, tensors_in, tensors_kept_by, with_graphs
+from zeroshard.model.trees import (
+    DISTRIBUTIONS,
+    replace_kept_in,
+    replace_tensors,
+    tensors_in,
+    tensors_kept_by,
+    with_graphs,
+)
 from zeroshard.storage.unit import Unit
 
 
@@ -59,7 +66,9 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
     if not copies:
         return output
     # In the module's own lists and dicts: it may have kept them.
-    output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None)
+    output = replace_tensors(
+        lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None, objects=DISTRIBUTIONS
+    )
     for unit in filter(None, (_holder(tensor, units) for tensor in tensors_in(output))):
         raise InvalidState(
             f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "

@@ -351,7 +351,7 @@ class Weights:
         is hidden, autograd would make the view's node anew, for the strides of what is there in its place."""
         is_shown = self.shown
         self.show()
-        copy = tensor.clone()
+        copy = _clone(tensor)
         self.versions.copies.add(tensor, copy, self._parameters, self.versions.number)
         if not is_shown:
             self.hide()
@@ -403,3 +403,10 @@ def _unseen() -> AbstractContextManager[Any]:
     views before, to keep values that will be here again (and cannot clone a parameter that is absent). It takes writes
     for those of a saved tensor by address and version: on some ranks only."""
     return _disable_current_modes() if graph._allow_mutation_on_saved_tensors_enabled else nullcontext()
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    if not torch.is_inference_mode_enabled():
+        return tensor.clone()
+    with torch.inference_mode(False), torch.no_grad():  # autograd could not save one that is made in inference mode
+        return tensor.clone()
