@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -235,6 +237,106 @@ def test_a_zero_norm_counts_elements() -> None:
         return found
 
     assert run_ranks(check, 2) == [[16.0, 4.0] * len(PLANS)] * 2
+
+
+@on_ranks(2)
+def test_norms_of_a_gradient_have_the_shape_and_dtype_of_torchs(rank: int) -> None:
+    """`keepdim` and `dtype` had no effect under ZeRO, in silence, and the -inf-norm was 1."""
+
+    def norms(grad: Tensor) -> list[Tensor]:
+        return [
+            grad.norm(3, keepdim=True),
+            grad.norm(dtype=torch.float64),
+            torch.linalg.vector_norm(grad, 1, (0, 1), True, dtype=torch.float64),
+            grad.norm(-1),
+            *torch._foreach_norm([grad], 2, torch.float64),
+            *torch._foreach_norm([grad]),
+        ]
+
+    for plan in PLANS:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan)
+        loss_of(model, rank).backward()
+        weight = model[0].weight
+        assert weight.grad is not None
+        for found, expected in zip(norms(weight.grad), norms(handle.gradient("0.weight")), strict=True):
+            assert torch.allclose(found, expected) and found.shape == expected.shape and found.dtype == expected.dtype
+        if plan is not zeroshard.DDP:
+            with pytest.raises(zeroshard.Error, match="norm of type -inf"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01, float("-inf"))
+
+
+@on_ranks(2)
+def test_a_gradient_that_leaves_torch_is_told_of_the_full_values(rank: int) -> None:
+    """For a histogram or a file. torch's own messages are about subclasses, and about pickling weak references."""
+    model = model_of(4, 4, 4)
+    zeroshard.shard(model, "zero1")
+    loss_of(model, rank).backward()
+    weight: Any = model[0].weight
+    grad = weight.grad
+    for leave in (grad.numpy, grad.tolist, lambda: np.asarray(grad), lambda: torch.save(grad, io.BytesIO())):
+        with pytest.raises(zeroshard.Error, match=r"handle\.gradient\('0\.weight'\)"):
+            leave()
+
+
+@on_ranks(2)
+def test_gradients_of_unused_parameters_can_be_asked_for_as_zeros(rank: int) -> None:
+    """torch replaces those that are missing by tensors like its inputs, and absent parameters were given as edges."""
+    for plan in PLANS:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for _ in range(2):  # the second time behind a step
+            loss = model[0](data(rank)).sum()
+            found = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+            assert found[1].tolist() == [3.0] * 4 and not found[2].any() and found[2].shape == (4, 4)
+            optimizer.zero_grad()
+            loss_of(model, rank).backward()
+            optimizer.step()
+
+
+# Weights after a step -------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_writes_after_a_step_through_a_view_or_a_storage(rank: int) -> None:
+    """`nn.init.orthogonal_` writes to `p.view_as(q)`: it raised that the values are not here, where they are to arrive.
+    After `p.set_(values)` the next forward ended in a recursion."""
+
+    def after_a_step(plan: Any) -> tuple[nn.Sequential, Any]:
+        model = model_of(4, 4, 4)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        optimizer.backward(loss_of(model, rank))
+        optimizer.step()
+        torch.manual_seed(1)
+        return model, handle
+
+    expected = nn.init.orthogonal_(torch.empty(4, 4), generator=torch.Generator().manual_seed(1))
+    for plan in PLANS[:3]:
+        model, handle = after_a_step(plan)
+        nn.init.orthogonal_(model[0].weight)
+        loss_of(model, rank)
+        assert torch.equal(handle.full_state_dict()["0.weight"], expected), plan
+    for plan in PLANS:
+        model, _ = after_a_step(plan)
+        with torch.no_grad():
+            model[0].weight.set_(torch.ones(4, 4))
+        with pytest.raises(zeroshard.Error, match=r"the data of parameter 0\.weight have been replaced"):
+            model(data(rank))
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+@on_ranks(2)
+def test_a_hook_on_the_step_that_writes_to_absent_weights_is_told_to_gather_them(rank: int, register: str) -> None:
+    """It was told to replace its "plain ShardedOptimizer"."""
+    model = model_of(4, 4, 4)
+    handle = zeroshard.shard(model, "zero3")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    getattr(optimizer, register)(lambda *_: model[0].weight.data.clamp_(-1, 1) and None)
+    optimizer.backward(loss_of(model, rank))
+    with pytest.raises(zeroshard.Error, match=r"values of parameter 0\.weight are not here"):
+        optimizer.step()
 
 
 # A backward that raises -----------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ _LIKE_ANOTHER = {"to", "type_as", "view_as", "expand_as", "reshape_as", "resize_
 """Operations that take only shape, dtype and device from their second operand."""
 _CONVERT = {"to", "type", "type_as", "cpu", "cuda", "xpu", "float", "half", "double", "bfloat16", "contiguous"}
 _TO_THE_GRAPH = {"view_as", "expand_as"}
-"""Operations that code uses to find the graph node of a leaf: `p.expand_as(p).grad_fn`."""
+"""Operations that code uses, with the leaf itself, to find its graph node: `p.expand_as(p).grad_fn`."""
 
 NOT_COPIED = (
     "a sharded model cannot be copied: copy it before shard(), or build a new one and load handle.full_state_dict() "
@@ -139,14 +139,14 @@ class AbsentTensor(Tensor):
             # The strides of a contiguous tensor of that shape: those of the placeholder, an expanded scalar, are all 0.
             return func(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"), *args[1:], **kwargs)
         elif func in (torch.autograd.grad, torch.autograd.backward):
-            return func(*_as_edges(args), **_as_edges(kwargs))
+            return _by_edges(func, args, kwargs)
         elif name == "equal" and len(args) == 2 and (args[0] is args[1] or args[0].shape != args[1].shape):
             return args[0] is args[1]
         elif name in _LIKE_ANOTHER and not isinstance(args[0], AbsentTensor):
             pass
         elif name in _CONVERT:
             return _unless_it_changes(func, args, kwargs)
-        elif name in _TO_THE_GRAPH:
+        elif name in _TO_THE_GRAPH and len(args) == 2 and args[0] is args[1]:
             return _absent_view(func, args)
         elif name.endswith("_like") or name.startswith("new_"):
             if absent := _absent_in((args[1:], kwargs)):
@@ -322,6 +322,10 @@ def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
         if place[0] == "zeroshard.optimizer":  # a ShardedOptimizer steps: this is its closure
             return found
         optimizer = frame.f_locals.get("self") if place == _STEP else None
+        if any(
+            base.__module__ == "zeroshard.optimizer" for base in type(optimizer).__mro__
+        ):  # so is this: a hook on it
+            return found
         if optimizer is not None and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             name = type(optimizer).__name__
             return (
@@ -358,6 +362,19 @@ def _as_edges(tree: Any) -> Any:
             return get_gradient_edge(leaf)
 
     return pytree.tree_map(as_edge, tree)
+
+
+def _by_edges(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.autograd.grad` and `backward` of absent parameters. With edges torch makes no zeros for those without a
+    gradient (`materialize_grads`)."""
+    if not kwargs.get("materialize_grads"):
+        return func(*_as_edges(args), **_as_edges(kwargs))
+    found = _by_edges(func, args, {**kwargs, "materialize_grads": False, "allow_unused": True})
+    inputs = pytree.tree_leaves(args[1] if len(args) > 1 else kwargs["inputs"])
+    return tuple(
+        torch.zeros_like(like, requires_grad=kwargs.get("create_graph", False)) if one is None else one
+        for one, like in zip(found, inputs, strict=True)
+    )
 
 
 def _absent_view(func: Any, args: Any) -> Tensor:

@@ -99,6 +99,18 @@ class ShardedGradient(Tensor):
     def map_(self, other: Tensor, function: Callable[..., Any]) -> Tensor:
         self._explain("map_")
 
+    def numpy(self, **options: Any) -> Any:
+        self._explain("numpy")  # of this and the next ones torch says only that subclasses have none, or pickle does
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        self._explain("numpy")
+
+    def tolist(self) -> Any:
+        self._explain("tolist")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._explain("pickling")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedGradient(shape={tuple(self.shape)}, dtype={self.dtype}): see handle.gradient(name)"
 
@@ -119,11 +131,13 @@ class ShardedGradient(Tensor):
                 one._edit(lambda part: of_one(part, *args[1:], **kwargs), _name(func), operands)
             return first if func in IN_PLACE else None
         if func is _aten._foreach_norm.Scalar and all(isinstance(one, ShardedGradient) for one in args[0]):
-            return [one._norm(float(args[1]) if len(args) > 1 else 2.0) for one in args[0]]
+            norm_type, dtype = _operands(args, 2.0, kwargs.get("dtype"))
+            return [one._norm(float(norm_type), dtype) for one in args[0]]
         if func is _aten.linalg_vector_norm.default:
-            dim = args[2] if len(args) > 2 else kwargs.get("dim")
+            norm_type, dim, keepdim = _operands(args, 2.0, kwargs.get("dim"), kwargs.get("keepdim"))
             if dim is None or len(dim) in (0, first.dim()):
-                return first._norm(float(args[1]) if len(args) > 1 else 2.0)
+                norm = first._norm(float(norm_type), kwargs.get("dtype"))
+                return norm.view([1] * first.dim()) if keepdim else norm
         sharded = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGradient)]
         sharded[0]._explain(_name(func))
 
@@ -134,13 +148,15 @@ class ShardedGradient(Tensor):
             self._expect_final(what)
         self._visible.edit(self._unit, self._index, operation, what, operands)
 
-    def _norm(self, norm_type: float) -> Tensor:
+    def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
         """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
         self._expect_final("norm")
+        if norm_type == -torch.inf:
+            self._explain("norm of type -inf, the smallest element,")
         if torch.is_grad_enabled() and self._visible.had_graphs:
             self._explain("norm")
         norm: Tensor = self._visible.norm(self._unit, self._index, norm_type)
-        return norm
+        return norm if dtype is None else norm.to(dtype)
 
     def _explain(self, what: str) -> NoReturn:
         name = self._unit.layout.slots[self._index].name
@@ -195,7 +211,7 @@ class UsedGradient(ShardedGradient):
         if what != "zero_":
             self._refuse(what)
 
-    def _norm(self, norm_type: float) -> Tensor:
+    def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
         self._refuse("norm")
 
     def _explain(self, what: str) -> NoReturn:
@@ -269,6 +285,11 @@ def _living(reference: weakref.ref[T] | None) -> T:
             "model.zero_grad()"
         )
     return found
+
+
+def _operands(args: Sequence[Any], *defaults: Any) -> list[Any]:
+    """What follows the first of `args`, with these defaults."""
+    return [*args[1:], *defaults[len(args) - 1 :]]
 
 
 def _are_scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

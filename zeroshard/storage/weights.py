@@ -387,7 +387,8 @@ class Weights:
                 yield slot.name, f"found strides {parameter.stride()}; expected those of a contiguous tensor"
             elif found[index] != self._pointers[index] and parameter.numel():  # an empty tensor has no address
                 kept = f"{self.buffer.dtype} on {self.buffer.shard.device}, in the buffer of the unit"
-                where = _MOVED if parameter.untyped_storage().is_shared() else "elsewhere"
+                with as_tensors():
+                    where = _MOVED if parameter.untyped_storage().is_shared() else "elsewhere"
                 yield slot.name, f"found {parameter.dtype} on {parameter.device}, {where}; expected {kept}"
 
     def _expect(self, state: Residency, verb: str) -> None:
