@@ -322,9 +322,7 @@ def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
         if place[0] == "zeroshard.optimizer":  # a ShardedOptimizer steps: this is its closure
             return found
         optimizer = frame.f_locals.get("self") if place == _STEP else None
-        if any(
-            base.__module__ == "zeroshard.optimizer" for base in type(optimizer).__mro__
-        ):  # so is this: a hook on it
+        if any(base.__module__ == "zeroshard.optimizer" for base in type(optimizer).__mro__):  # a hook on its step
             return found
         if optimizer is not None and any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             name = type(optimizer).__name__
