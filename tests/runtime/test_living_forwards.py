@@ -110,6 +110,16 @@ def in_pairs(model: Any, rank: int) -> None:
     losses[1].backward()
 
 
+def with_a_new_one(model: Any, rank: int) -> None:
+    """A later backward comes to a new forward, and to one that has had a backward alone."""
+    for number in (0, 2):
+        first = forward(model, rank, number)
+        for _ in range(1 + number // 2):
+            first.backward(retain_graph=True)
+        (first + forward(model, rank, number + 1)).backward(retain_graph=True)
+        (first + forward(model, rank, number + 10)).backward()
+
+
 LOOPS: tuple[Callable[[Any, int], None], ...] = (in_orders, of_parts, retained, interleaved, left_out)
 
 
@@ -148,10 +158,11 @@ def test_a_later_backward_of_two_forwards() -> None:
     """It knew only the one that it had reached: what the other had to come was not waited for."""
 
     def check(rank: int, ranks: int) -> None:
-        expected = trained(rank, "ddp", in_pairs, Layer, 1)
-        for way in ("shared", "pairwise", "native"):
-            with travelling(way):
-                assert all(map(torch.equal, trained(rank, "zero3", in_pairs, Layer, 1), expected)), way
+        for loop in (in_pairs, with_a_new_one):
+            expected = trained(rank, "ddp", loop, Layer, 1)
+            for way in ("shared", "pairwise", "native"):
+                with travelling(way):
+                    assert all(map(torch.equal, trained(rank, "zero3", loop, Layer, 1), expected)), (way, loop)
 
     run_ranks(check, 2, 2, collective_timeout=HANG)
 

@@ -275,8 +275,10 @@ class Trails:
     def find_living(self, units: Sequence[Unit], collectives: Collectives) -> list[Visit]:
         """At the beginning of a backward: list what may come of several forwards, on any rank. Returns the visits of
         those that were not listed."""
-        if self._older and self._renewals != sum(unit.weights.versions.num_renewals for unit in units):
+        renewals = sum(unit.weights.versions.num_renewals for unit in units)
+        if self._renewals != renewals:
             self._older = ()  # the graphs of older weights raise
+        self._renewals = renewals
         asked = [*self._older, *(trail for trail in self.listed if trail.visits)]
         # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each
         # looked at its own graphs, they would reduce at different places between the gathers, and wait for each other.
@@ -289,7 +291,6 @@ class Trails:
             trail.is_gone = not count
         living = [trail for trail in asked if not trail.is_gone]
         self._older = living if len(living) > 1 else ()
-        self._renewals = sum(unit.weights.versions.num_renewals for unit in units)
         return self.list_again(living)
 
     def list_again(self, trails: Sequence[Trail]) -> list[Visit]:
@@ -306,6 +307,7 @@ class Trails:
             retained = [trail for trail in self.listed if trail.visits and not trail.is_gone]
             for trail in retained:
                 trail.retained_with = sorted(retained, key=lambda one: one.visits[0].number)
+            self._older = self._older or retained  # the next backward may be of a new forward, and of these
 
 
 @dataclass(frozen=True, eq=False)
