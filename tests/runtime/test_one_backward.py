@@ -7,6 +7,7 @@ once took the gradients of one model for those of the other, in silence.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -216,6 +217,29 @@ def check_kept(rank: int) -> None:
 def test_a_gradient_of_an_input_alone_reduces_nothing() -> None:
     """Also where the graph of one rank has no parameter that could tell."""
     run_ranks(check_kept, 2, collective_timeout=HANG)
+
+
+def check_given(rank: int) -> None:
+    for plan, is_alone, in_scope in product(PLANS, (False, True), (False, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+        before = handle.full_state_dict()
+        given = {name: value.clone().requires_grad_() for name, value in before.items()}
+        with handle.unsharded() if in_scope else nullcontext():
+            if not is_alone or rank == 0:
+                torch.func.functional_call(model, given, torch.randn(2, 6)).sum().backward()
+                assert all(value.grad is not None for value in given.values())
+        assert all(parameter.grad is None for parameter in model.parameters()), (plan, is_alone, in_scope)
+        optimizer.step()
+        assert all(torch.equal(value, before[name]) for name, value in handle.full_state_dict().items())
+        handle.close()
+
+
+def test_a_gradient_of_tensors_in_place_of_parameters_reduces_nothing() -> None:
+    """`functional_call`, also by one rank alone."""
+    run_ranks(check_given, 2, collective_timeout=HANG)
 
 
 def control(rank: int, plan: str, by: str, way: str, left_out: int) -> None:

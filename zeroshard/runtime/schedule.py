@@ -14,7 +14,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.right_call import expect_autograd
-from zeroshard.model.transforms import given_tensors, under_transform, with_tangents
+from zeroshard.model.transforms import given_tensors, in_functional_call, under_transform, with_tangents
 from zeroshard.model.trees import differentiable
 from zeroshard.runtime import one_backward
 from zeroshard.runtime.calls import (
@@ -79,10 +79,11 @@ class Schedule(NotCopied):
 
     def after_model(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not under_transform():
+            hook = partial(self._on_grad_of_model, newest(), not in_functional_call())
             for leaf in differentiable(output):
                 # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
                 # an intermediate value) begins at its first gradient: `before_gradient`.
-                leaf.register_hook(partial(self._on_grad_of_model, newest()))  # type: ignore[no-untyped-call]
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
@@ -188,9 +189,9 @@ class Schedule(NotCopied):
     # Backward ----------------------------------------------------------------------------------------------------
 
     @called_by_torch
-    def _on_grad_of_model(self, number: int, grad: Tensor) -> None:
+    def _on_grad_of_model(self, number: int, is_own: bool, grad: Tensor) -> None:
         one_backward.come_to(self, number)
-        self.begin_backward()
+        self.begin_backward(is_own=is_own)
 
     @called_by_torch
     def _on_output_grad(self, visits: Sequence[Visit], trail: Trail, graph: Graph, grad: Tensor) -> None:
@@ -281,13 +282,11 @@ class Schedule(NotCopied):
             self.begin_backward(accumulates=True)
         self.reducer.single_uses.expect_one_graph(parameter)
 
-    def begin_backward(self, *, accumulates: bool | None = None) -> None:
-        """Called by every hook of a backward; the first call queues a callback for its end.
-
-        Args:
-            accumulates: True: it leaves gradients in parameters; None: look at the graph. (In a reentrant checkpoint,
-                parameters are not in the graph until an inner backward reaches them.)
-        """
+    def begin_backward(self, *, accumulates: bool | None = None, is_own: bool = True) -> None:
+        """Called by every hook of a backward; the first call queues a callback for its end. `accumulates`: True: it
+        leaves gradients in parameters; None: look at the graph. (In a reentrant checkpoint, parameters are not in the
+        graph until an inner backward reaches them.) `is_own`: the model ran with its own parameters, and not by
+        `functional_call` with others in their place."""
         self.gatherer.collectives.come()
         if self.task is None:
             self.running.expect_whole("backward")
@@ -301,7 +300,7 @@ class Schedule(NotCopied):
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
                 self._to_come.put_in_front(self._trails.find_living(self.gatherer.units, self.gatherer.collectives))
             if accumulates is None:
-                accumulates = is_reduced(self.reducer.order)
+                accumulates = is_reduced(self.reducer.order, is_own=is_own)
                 if not accumulates:
                     self.gatherer.let_differentiate()
         if accumulates and not self.accumulates:
@@ -434,12 +433,13 @@ def _forget_autocasts(device: torch.device) -> None:
         torch.clear_autocast_cache()
 
 
-def is_reduced(units: Sequence[Unit]) -> bool:
+def is_reduced(units: Sequence[Unit], *, is_own: bool) -> bool:
     """Whether the current backward adds to gradients of these units. Where the graph of this rank has none of their
-    parameters, peers may have some, and wait for this rank in their reductions."""
+    parameters, peers may have some, and wait for this rank in their reductions; unless others stand in their place
+    (not `is_own`)."""
     if any(is_accumulated(p) for unit in units for p in unit.parameters):
         return True
-    return any(unit.requiring_grad() for unit in units) and accumulates_all()
+    return is_own and any(unit.requiring_grad() for unit in units) and accumulates_all()
 
 
 def is_accumulated(parameter: Tensor) -> bool:
