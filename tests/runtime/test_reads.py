@@ -254,14 +254,8 @@ def test_averages_threads_and_workers(rank: int) -> None:
             list(DataLoader(Weights(model), num_workers=workers, multiprocessing_context=forked))
 
 
-class Calls(Dataset[Tensor]):
+class Calls(Weights):
     """Calls a unit of the model."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 2
 
     def __getitem__(self, index: int) -> Tensor:
         with torch.no_grad():

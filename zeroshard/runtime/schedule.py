@@ -131,7 +131,8 @@ class Schedule(NotCopied):
         if not free and not in_scope:
             return output
         entries = {unit: self._entered.pop(unit, None) for unit in (*free, *in_scope)}
-        # Also what a module leaves elsewhere (the loss of a router), as backward may come to that before the output.
+        # What a module leaves elsewhere (the loss of a router): backward may come to that before the output, and views
+        # of weights there are replaced, with or without gradients.
         kept_longer = (*in_scope, *(around := self.running.around()))
         left = left_beside(inputs, needed.reached, () if transformed else free, kept_longer)
         if not torch.is_grad_enabled():
@@ -435,8 +436,7 @@ def _forget_autocasts(device: torch.device) -> None:
 
 def is_reduced(units: Sequence[Unit], *, is_own: bool) -> bool:
     """Whether the current backward adds to gradients of these units. Where the graph of this rank has none of their
-    parameters, peers may have some, and wait for this rank in their reductions; unless others stand in their place
-    (not `is_own`)."""
+    parameters, peers may have some, and wait for this rank in their reductions. `is_own`: see `begin_backward`."""
     if any(is_accumulated(p) for unit in units for p in unit.parameters):
         return True
     return is_own and any(unit.requiring_grad() for unit in units) and accumulates_all()
