@@ -28,8 +28,8 @@ from zeroshard.ranks.mesh import Mesh
 from zeroshard.ranks.shared_memory import many_files
 from zeroshard.ready import device_of, expect_same_model
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.reach import is_accumulated
 from zeroshard.runtime.reduce import Reducer
-from zeroshard.runtime.schedule import is_accumulated
 from zeroshard.storage.unit import build_units
 
 

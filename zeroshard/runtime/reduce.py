@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.ranges import phase
@@ -39,6 +38,7 @@ from zeroshard.placement import PARTIAL
 from zeroshard.runtime.calls import ToCome
 from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.origins import Origins
+from zeroshard.runtime.reach import is_accumulated
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.single_uses import SingleUses
 from zeroshard.runtime.visible import VisibleGradients
@@ -265,8 +265,8 @@ class Reducer:
         if unit in self.local or self._position_of.get(unit, -1) < self.now.cursor:
             return True
         ready = self.grads[unit].ready
-        missing = [p for i, p in enumerate(unit.parameters) if i not in ready and p.requires_grad]
-        if not at_end and any(torch._C._will_engine_execute_node(get_gradient_edge(p).node) for p in missing):
+        missing = [p for i, p in enumerate(unit.parameters) if i not in ready]
+        if not at_end and any(map(is_accumulated, missing)):
             return False
         ready.update(range(len(unit.parameters)))
         self.to_come.left.add(unit)

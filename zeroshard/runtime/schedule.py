@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from zeroshard.errors import InvalidState
-from zeroshard.model.absent import NotCopied, as_tensors
+from zeroshard.model.absent import NotCopied
 from zeroshard.model.outside_graphs import called_by_torch
 from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, in_functional_call, under_transform, with_tangents
@@ -29,6 +29,7 @@ from zeroshard.runtime.calls import (
     newest,
 )
 from zeroshard.runtime.gather import Gatherer, in_backward
+from zeroshard.runtime.reach import is_accumulated, is_reduced
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
 from zeroshard.runtime.weight_views import left_beside, without_views
@@ -432,39 +433,3 @@ def _forget_autocasts(device: torch.device) -> None:
     # any more. (After a step, the cast would also have the values from before, as in plain torch.)
     if torch.is_autocast_enabled(device.type):
         torch.clear_autocast_cache()
-
-
-def is_reduced(units: Sequence[Unit], *, is_own: bool) -> bool:
-    """Whether the current backward adds to gradients of these units. Where the graph of this rank has none of their
-    parameters, peers may have some, and wait for this rank in their reductions. `is_own`: see `begin_backward`."""
-    if any(is_accumulated(p) for unit in units for p in unit.parameters):
-        return True
-    return is_own and any(unit.requiring_grad() for unit in units) and accumulates_all()
-
-
-def is_accumulated(parameter: Tensor) -> bool:
-    """Whether the current backward reaches the parameter and adds to its `grad`."""
-    with as_tensors():
-        return parameter.requires_grad and _will_run(get_gradient_edge(parameter).node)
-
-
-def accumulates_all() -> bool:
-    """Whether the current backward adds to the `grad` of all that its current node leads to: `loss.backward()`, or with
-    `inputs=` that are all of these."""
-    nodes: list[Node | None] = [torch._C._current_autograd_node()]
-    seen = set[Node]()
-    while nodes:
-        if (node := nodes.pop()) is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions and not _will_run(node):  # a leaf's
-            return False
-        nodes += [following for following, _ in node.next_functions]
-    return bool(seen)
-
-
-def _will_run(node: Node) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch raises for the inputs of `torch.autograd.grad`
-        return False
