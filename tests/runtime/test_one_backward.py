@@ -8,6 +8,7 @@ once took the gradients of one model for those of the other, in silence.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -27,20 +28,24 @@ PLANS = ("ddp", "zero1", "zero2", "zero3")
 
 
 class Layer(nn.Linear):
-    def forward(self, x: Tensor, used: bool = True) -> Tensor:
-        return torch.tanh(super().forward(x) if used else x * 1)
+    def forward(self, x: Tensor, used: bool | None = True) -> Tensor:
+        return x if used is None else torch.tanh(super().forward(x) if used else x * 1)
 
 
 class Layers(nn.Module):
-    """`between`: called in the middle. `scaled`: whether the parameter of the root is used."""
+    """`between`: called in the middle. `scaled`: whether the parameter of the root is used. `passed`: layers from this
+    number on return what they are given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(Layer(6, 6) for _ in range(4))
 
-    def forward(self, x: Tensor, *left_out: int | None, between: Any = None, scaled: bool = True) -> Tensor:
+    def forward(
+        self, x: Tensor, *left_out: int | None, between: Any = None, scaled: bool = True, passed: int = 4
+    ) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x if between is None or number != 2 else between(x), number not in left_out)
+            used = number not in left_out if number < passed else None
+            x = layer(x if between is None or number != 2 else between(x), used)
         return x * self.scale if scaled else x
 
 
@@ -78,6 +83,21 @@ WAYS = {
     "three, inside": lambda a, b, c, x, out: a(b(x), between=lambda y: c(y, out)),
     **NEWER,
 }
+
+
+def passed_on(model: Any, out: int | None, begin: int) -> Tensor:
+    """The last rank gets what one model has made as the output of another one. The loss uses the first of two forwards,
+    and the second could still come."""
+    made, kept = (model(scaled=False, passed=begin if one is not None else 4) for one in (out, None))
+    KEPT[:] = [kept]
+    return made
+
+
+PASSED: dict[str, Any] = {
+    "inside, passed on around": lambda a, b, c, x, out: passed_on(partial(a, x, between=b), out, 2),
+    "inside, passed on": lambda a, b, c, x, out: passed_on(lambda **how: a(x, between=partial(b, **how)), out, 0),
+    "behind, passed on": lambda a, b, c, x, out: passed_on(lambda **how: b(a(x), **how), out, 0),
+}
 UNUSED: dict[str, Any] = {
     "one": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out),
     "the first": lambda a, b, c, x, out: b(none_of(a, x.clone().requires_grad_(), out)),
@@ -100,7 +120,7 @@ def models_of(way: str) -> list[Layers]:
 
 def backward(way: str, models: Any, x: Tensor, left_out: int | None, factor: float = 1.0) -> None:
     """Of a loss; once more, if the graph is retained."""
-    loss = (WAYS | UNUSED)[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
+    loss = (WAYS | UNUSED | PASSED)[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
     loss.backward(retain_graph="retained" in way)
     if "retained" in way:
         loss.backward()
@@ -181,6 +201,22 @@ def check_newer(rank: int) -> None:
 def test_what_is_left_of_one_model_comes_between_what_is_left_of_others() -> None:
     """Over native backends two models took each other's gradients: the weights were wrong, in silence."""
     run_ranks(check_newer, 2, collective_timeout=HANG)
+
+
+def check_passed_on(rank: int) -> None:
+    for case, (way, plan) in enumerate(product(PASSED, PLANS)):
+        expected = plain(2, way, 0, False)
+        for by in TRANSPORTS if EVERYTHING else (TRANSPORTS[(case + case // 4) % 3], "native"):
+            with travelling(by):
+                found = trained(rank, 2, plan, way, 0, waits=False)
+            for one, right in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, right, msg=lambda m, at=(way, plan, by): f"{at}: {m}")
+
+
+def test_a_model_returns_what_another_one_has_made() -> None:
+    """On one rank, as it leaves out the layers behind it. There it came to the models in another order than its peers:
+    under ZeRO-1 and 2 over native backends, they took the gradients of one model for those of the other, in silence."""
+    run_ranks(check_passed_on, 2, collective_timeout=HANG)
 
 
 def check_unused(rank: int) -> None:

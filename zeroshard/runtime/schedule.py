@@ -84,7 +84,7 @@ class Schedule(NotCopied):
             for leaf in differentiable(output):
                 # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
                 # an intermediate value) begins at its first gradient: `before_gradient`.
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+                _hook_first(leaf, hook, self)
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
@@ -168,7 +168,7 @@ class Schedule(NotCopied):
             if made:
                 hooked.update(made)
                 graphs.append(graph := Graph())
-                leaf.register_hook(partial(self._on_output_grad, made, trail, graph))  # type: ignore[no-untyped-call]
+                _hook_first(leaf, partial(self._on_output_grad, made, trail, graph), self)
         if any(visit.trail is trail for visit in hooked):
             trail.graphs.update(graphs)
         return hooked
@@ -424,6 +424,17 @@ def _with_bases(leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:
         if base is not None and base.grad_fn is not None:
             bases[id(base)] = base
     yield from ((base, True) for base in bases.values())
+
+
+def _hook_first(leaf: Tensor, hook: partial[None], schedule: Schedule) -> None:
+    """Hook what a model returns, in front of the hooks of others: a model that leaves out its last layer returns what
+    another one has made. Backward comes to that one first elsewhere, where it has made an output of its own."""
+    leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = leaf._backward_hooks
+    for number, one in [*hooks.items()] if len(hooks) > 1 else ():
+        owner = getattr(getattr(one, "func", None), "__self__", None)
+        if isinstance(owner, Schedule) and owner is not schedule:
+            hooks[number] = hooks.pop(number)  # (torch does not see what `move_to_end` does)
 
 
 def _forget_autocasts(device: torch.device) -> None:
