@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import travelling
 from tests.patience import HANG
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankError, run_ranks
 
 
 class Layer(nn.Module):
@@ -165,6 +166,25 @@ def test_a_later_backward_of_two_forwards() -> None:
                     assert all(map(torch.equal, trained(rank, "zero3", loop, Layer, 1), expected)), (way, loop)
 
     run_ranks(check, 2, 2, collective_timeout=HANG)
+
+
+def retained_on_one(rank: int, news: int) -> None:
+    zeroshard.init()
+    handle = zeroshard.shard(model := Net(1), "zero3", units=Layer)
+    _optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    forward(model, rank, 0).backward(retain_graph=rank == 0)
+    losses = [forward(model, rank, number + 1) for number in range(news)]
+    losses[0].backward()
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("news", [1, 2])
+def test_a_graph_that_one_rank_has_retained(news: int) -> None:
+    """The ranks agree on what may come only if they know that any may: all of them have retained, or have several new
+    forwards. They waited for each other, or it said that ranks bring different numbers of bytes."""
+    with pytest.raises(RankError, match="after one with retain_graph=True, which all ranks must give") as found:
+        run_ranks(retained_on_one, 2, news)  # the timeout is five minutes
+    assert news == 2 or "add 0 * output.sum()" in found.value.text
 
 
 class Ahead(nn.Module):

@@ -25,6 +25,10 @@ COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
+IN_BACKWARD = (
+    "In a backward, ranks that use other parts of the models may wait for each other: to a loss that leaves out what "
+    "the loss of another rank uses, add 0 * output.sum()"
+)
 _LEFT = "reached the end of its program, or called sys.exit"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 
@@ -144,6 +148,8 @@ def describe_knot(ranks: Sequence[int], positions: Mapping[int, Position], where
                 words = ", ".join(f"rank {rank} has begun {count}" for rank, count in had.items())
                 sentences.append(f"they have come there after different collectives ({kind}: {words})")
     text = f"ranks wait for each other (deadlock): {'; '.join(sentences)}. {COLLECTIVE}"
+    if any("backward" in position.wait.text for position in there.values()):
+        text = f"{text}. {IN_BACKWARD}"
     return f"{text}. {UNEVEN}" if some_left else text
 
 

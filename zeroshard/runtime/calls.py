@@ -249,6 +249,10 @@ class Trail:
         self.retained_with: Sequence[Trail] = (self,)
 
 
+_SEVERAL = "a backward after several forwards"
+_RETAINED = "a backward after one with retain_graph=True, which all ranks must give"
+
+
 class Trails:
     """The trails of a model.
 
@@ -259,6 +263,7 @@ class Trails:
 
     def __init__(self) -> None:
         self._older: Sequence[Trail] = ()  # of several forwards, those that were not gone when the last backward began
+        self._why = _SEVERAL  # they are asked for
         self._renewals = 0  # of weights, before them
         self.begin_anew()
 
@@ -277,20 +282,20 @@ class Trails:
         those that were not listed."""
         renewals = sum(unit.weights.versions.num_renewals for unit in units)
         if self._renewals != renewals:
-            self._older = ()  # the graphs of older weights raise
+            self._older, self._why = (), _SEVERAL  # the graphs of older weights raise
         self._renewals = renewals
         asked = [*self._older, *(trail for trail in self.listed if trail.visits)]
         # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each
         # looked at its own graphs, they would reduce at different places between the gathers, and wait for each other.
         # Followers of a join have none to ask: there, all may come.
         if len(asked) < 2 or collectives.orders is not None:
-            self._older = ()
+            self._older, self._why = (), _SEVERAL
             return []
         alive = on_device([len(trail.graphs) for trail in asked], collectives.device)
-        for trail, count in zip(asked, collectives.add_up(alive, "a backward after several forwards"), strict=True):
+        for trail, count in zip(asked, collectives.add_up(alive, self._why), strict=True):
             trail.is_gone = not count
         living = [trail for trail in asked if not trail.is_gone]
-        self._older = living if len(living) > 1 else ()
+        self._older, self._why = living if len(living) > 1 else (), _SEVERAL
         return self.list_again(living)
 
     def list_again(self, trails: Sequence[Trail]) -> list[Visit]:
@@ -307,7 +312,8 @@ class Trails:
             retained = [trail for trail in self.listed if trail.visits and not trail.is_gone]
             for trail in retained:
                 trail.retained_with = sorted(retained, key=lambda one: one.visits[0].number)
-            self._older = self._older or retained  # the next backward may be of a new forward, and of these
+            if retained and not self._older:  # the next backward may be of a new forward, and of these
+                self._older, self._why = retained, _RETAINED
 
 
 @dataclass(frozen=True, eq=False)
