@@ -98,6 +98,9 @@ PASSED: dict[str, Any] = {
     "inside, passed on": lambda a, b, c, x, out: passed_on(lambda **how: a(x, between=partial(b, **how)), out, 0),
     "behind, passed on": lambda a, b, c, x, out: passed_on(lambda **how: b(a(x), **how), out, 0),
 }
+FEATURE: dict[str, Any] = {
+    "a feature": lambda a, b, c, x, out: b(a(x), 0) + b.layers[0](a(x), True if out is None else None),
+}
 UNUSED: dict[str, Any] = {
     "one": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out),
     "the first": lambda a, b, c, x, out: b(none_of(a, x.clone().requires_grad_(), out)),
@@ -120,7 +123,9 @@ def models_of(way: str) -> list[Layers]:
 
 def backward(way: str, models: Any, x: Tensor, left_out: int | None, factor: float = 1.0) -> None:
     """Of a loss; once more, if the graph is retained."""
-    loss = (WAYS | UNUSED | PASSED)[way](*models, *[None] * (3 - len(models)), x, left_out).square().mean() * factor
+    loss = (WAYS | UNUSED | PASSED | FEATURE)[way](
+        *models, *[None] * (3 - len(models)), x, left_out
+    ).square().mean() * factor
     loss.backward(retain_graph="retained" in way)
     if "retained" in way:
         loss.backward()
@@ -217,6 +222,17 @@ def test_a_model_returns_what_another_one_has_made() -> None:
     """On one rank, as it leaves out the layers behind it. There it came to the models in another order than its peers:
     under ZeRO-1 and 2 over native backends, they took the gradients of one model for those of the other, in silence."""
     run_ranks(check_passed_on, 2, collective_timeout=HANG)
+
+
+def of_a_feature(rank: int) -> None:
+    for plan in ("zero1", "zero2"):
+        with travelling("native"), pytest.raises(RuntimeError, match="came to several models of one backward"):
+            trained(rank, 2, plan, "a feature", 0, waits=False)
+
+
+def test_a_feature_that_is_an_input_on_one_rank_raises_over_native_backends() -> None:
+    """That rank comes to the models in another order. The ranks added up gradients of two models, in silence."""
+    run_ranks(of_a_feature, 2, collective_timeout=HANG)
 
 
 def check_unused(rank: int) -> None:

@@ -73,10 +73,12 @@ class CommLog:
         event = CommEvent(op, unit, phase, num_bytes)
         self.entries.append(event)
         self.total_bytes += num_bytes
-        self.digests[kind] = zlib.crc32(
-            f"{unit} {num_bytes if common is None else common}".encode(), self.digests.get(kind, 0)
-        )
+        self.note(kind, f"{unit} {num_bytes if common is None else common}")
         return event
+
+    def note(self, kind: str, what: str) -> None:
+        """Add to the digest what has to be the same on all ranks."""
+        self.digests[kind] = zlib.crc32(what.encode(), self.digests.get(kind, 0))
 
     def clear(self) -> None:
         """Forget the entries (the totals stay)."""

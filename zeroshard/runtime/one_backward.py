@@ -67,6 +67,15 @@ def beside(schedule: Visiting, task: int | None) -> list[Visiting]:
     return [other for other in begun if other is not schedule and other.task == task]
 
 
+def note_order(schedule: Visiting) -> None:
+    """It accumulates. In another order on another rank, ranks would add up gradients of different models, where no
+    message tells of which unit they are: then the step raises."""
+    reducer = schedule.reducer
+    if reducer.now.in_front and not reducer.local and reducer.collectives.transport.name == "native":
+        behind = sum(bool(other.order) and not other.local for other in reducer.now.in_front)
+        reducer.collectives.log.note("models in one backward", str(behind))
+
+
 def come_to(schedule: Visiting, number: int) -> None:
     """The backward that runs has come to what this model had made before the visit of this number."""
     others = beside(schedule, torch._C._current_graph_task_id()) if _BEGUN else []

@@ -82,8 +82,7 @@ class Schedule(NotCopied):
         if torch.is_grad_enabled() and not under_transform():
             hook = partial(self._on_grad_of_model, newest(), not in_functional_call())
             for leaf in differentiable(output):
-                # On the output, as the loss is not known here. A backward that does not pass the output (of a loss on
-                # an intermediate value) begins at its first gradient: `before_gradient`.
+                # A backward that does not pass the output (of a feature) begins at a gradient: `before_gradient`.
                 _hook_first(leaf, hook, self)
 
     def begin_trail(self) -> None:
@@ -307,6 +306,7 @@ class Schedule(NotCopied):
                     self.gatherer.let_differentiate()
         if accumulates and not self.accumulates:
             self.accumulates = True
+            one_backward.note_order(self)
             self.reducer.begin_backward()
 
     @property

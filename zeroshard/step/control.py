@@ -365,7 +365,10 @@ def _first_difference(collectives: Collectives) -> str:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")
     recent = {op: [*enumerate(units)][-_RECENT:] for op, units in lists.items()}
     found = collectives.exchange_objects(recent, CONTROL)
-    where = "they issued them in another order, longer ago than the logs tell"
+    where = (
+        "they issued them in another order, longer ago than the logs tell, or came to several models of one backward "
+        "in another order (add 0 * output.sum() of each of them to the loss)"
+    )
     of_ranks = [(op, rank) for rank in range(1, len(found)) for op in sorted({*found[0], *found[rank]})]
     for op, rank in of_ranks:
         mine, theirs = dict(found[0].get(op, ())), dict(found[rank].get(op, ()))
