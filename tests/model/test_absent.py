@@ -7,6 +7,7 @@ instead of NaN.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -45,6 +46,7 @@ WRITES: dict[str, Callable[[nn.Parameter], object]] = {
     "slice": lambda p: p.data.__setitem__(0, 1.0),
     "item": lambda p: p.__setitem__(0, 1.0),
     "lerp_": lambda p: torch._foreach_lerp_([p.data], [torch.ones(p.shape)], 0.5),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor).zero_(),
     "data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
 }
 
@@ -118,3 +120,21 @@ def test_what_shapes_and_identity_decide_is_no_read(rank: int) -> None:
     for other in (second, torch.zeros(3, 3)):
         with pytest.raises(RuntimeError, match=r"equal: the values of parameter 0\.weight are not here"):
             torch.equal(first, other)
+
+
+@on_ranks(2)
+def test_a_copy_of_weights_that_have_yet_to_arrive_is_a_parameter(rank: int) -> None:
+    """Its class was that of an absent parameter: every use of the copy raised, with the name of another parameter."""
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero1", units=Block)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    target = model.blocks[1].up.weight
+    for step, copied in enumerate((copy.deepcopy, lambda p: type(p)(p.data.clone()))):
+        optimizer.backward(loss_of_tokens(model, rank, 0, step))
+        optimizer.step()
+        assert is_absent(target)
+        found = copied(target)
+        assert type(found) is nn.Parameter and torch.equal(found, target)
+    optimizer.backward(loss_of_tokens(model, rank, 0, 2))
+    optimizer.step()
+    assert is_absent(target) and torch.equal(target.as_subclass(torch.Tensor), target)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState, InvalidType
@@ -109,6 +110,11 @@ class AbsentTensor(Tensor):
     plain: ClassVar[type]
     home: ClassVar[Absent]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of the usual class: `type(p)(p.data)`, and so `copy.deepcopy(p)`, asks for the class first, and the
+        values may come with the data."""
+        return cls.plain(*args, **kwargs)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -163,6 +169,12 @@ class AbsentTensor(Tensor):
 
     def __format__(self, format_spec: str) -> str:
         return format(repr(self), format_spec)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """The one method of tensors that torch does not pass to `__torch_function__`."""
+        if not has_torch_function_unary(self):  # in `as_tensors`
+            return super().as_subclass(cls)
+        return handle_torch_function(Tensor.as_subclass, (self,), self, cls)
 
     # A model with parameters of its own comes here before it comes to its hooks, which cannot be copied either.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
