@@ -570,3 +570,28 @@ def test_bad_precisions(rank: int) -> None:
             zeroshard.shard(make(Model), "zero3", precision=wrong)
     with pytest.raises(ValueError, match="output must be one of"):
         MixedPrecision(output=torch.int8)
+
+
+def with_spectral_norm(rank: int, plan: Any, precision: Any) -> tuple[State, list[float]]:
+    model = make(lambda: nn.Sequential(*(nn.utils.parametrizations.spectral_norm(nn.Linear(24, 24)) for _ in range(2))))
+    handle = zeroshard.shard(model, plan, units=nn.Linear, precision=precision)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        optimizer.step()
+        assert model(batch(rank, step)).dtype == (FP32 if precision is None else BF16)
+        losses.append(loss.item())
+    return handle.full_state_dict(main=True), losses
+
+
+@on_ranks(2)
+def test_parametrizations_with_buffers_are_kept_in_fp32(rank: int) -> None:
+    """As docs/models.md says. Control: without `keep`, torch multiplies a buffer in fp32 by a weight in bf16."""
+    keep = MixedPrecision(keep=(nn.utils.parametrize.ParametrizationList,))
+    (first, losses), *others = [with_spectral_norm(rank, plan, keep) for plan in ("ddp", "zero1", "zero3")]
+    assert all(same_bits(state, first) and found == losses for state, found in others)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(with_spectral_norm(rank, "ddp", None)[1]), rtol=0.02)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        with_spectral_norm(rank, "ddp", "bf16")

@@ -7,6 +7,7 @@ Items that are no tensors were dropped (strings, None) or changed (False became 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +210,37 @@ def test_state_that_cannot_be_put_together_is_named() -> None:
             optimizer.state_dict()
 
     run_ranks(check, 2)
+
+
+def loaded_in(rank: int, optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A plain optimizer's state, saved in another dtype: loaded by a plain one, and by a sharded one."""
+    models = [make(Small) for _ in range(1 + len(PLANS))]
+    plain = optimizer_class(models[0].parameters(), **options)
+    models[0](data(0, 0)).backward()
+    plain.step()
+    weights, saved = models[0].state_dict(), plain.state_dict()
+    for items in saved["state"].values():
+        items.update({key: value.to(dtype) for key, value in items.items() if key != "step"})
+    optimizers = [plain]
+    for model, plan in zip(models[1:], PLANS, strict=True):
+        model.load_state_dict(weights)
+        handle = zeroshard.shard(model, plan)
+        optimizers.append(zeroshard.ShardedOptimizer(handle, optimizer_class, **options))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.load_state_dict(copy.deepcopy(saved))  # torch keeps a step count itself
+        optimizer.zero_grad()
+        model(data(0, 1)).backward()
+        optimizer.step()
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for state in states[1:]:
+        for number, items in states[0].items():
+            for key, value in items.items():
+                found = state[number][key]
+                assert found.dtype == value.dtype and torch.allclose(found, value, atol=1e-6), (number, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_state_in_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) -> None:
+    """Momentum of SGD stayed in the other dtype, in silence; a step of AdamW raised in torch."""
+    cases = ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 1e-2}))
+    run_ranks(in_turn(loaded_in, [(of_class, options, dtype) for of_class, options in cases]), 2)

@@ -21,7 +21,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
-from zeroshard.step.assignment import Assignment, Options
+from zeroshard.step.assignment import Assignment, Member, Options
 from zeroshard.step.inner import Arguments
 from zeroshard.storage.unit import Unit
 
@@ -247,7 +247,7 @@ def as_saved(
     stepper: Stepper, state: Mapping[Tensor, Mapping[str, Any]], *, as_main: bool = False
 ) -> dict[Tensor, dict[str, Any]]:
     """Full state of a stepper's parameters (from `gather`, or of a plain optimizer), in the form that `load` takes.
-    `as_main`: give state in the dtype of the weights main's dtype, as torch gives loaded state that of the parameters.
+    `as_main`: give state the dtype in which it is loaded, see `_loaded_dtype`.
 
     For a parameter of one element, moments and step counts look alike. The class decides; or, if it does not know the
     key, the shape that the item has for parameters of many elements.
@@ -274,6 +274,12 @@ def as_saved(
                     raise InvalidValue(
                         f"state {key!r} of {slot.name}: expected {slot.shape}, found {tuple(value.shape)}"
                     )
-                of_weights = as_main and value.dtype == member.unit.weights.buffer.dtype
-                items[key] = SavedTensor.of(value, member.unit.main.dtype if of_weights else value.dtype)
+                items[key] = SavedTensor.of(value, _loaded_dtype(stepper, member, value) if as_main else value.dtype)
     return saved
+
+
+def _loaded_dtype(stepper: Stepper, member: Member, value: Tensor) -> torch.dtype:
+    """The dtype in which the state of a `state_dict` is loaded: torch gives it that of the parameter, here main's.
+    Classes of others may have moments in a dtype of their own: these keep it, unless it is that of the weights."""
+    of_torch = stepper.assignment.optimizer_class.__module__.startswith("torch.optim.") and value.is_floating_point()
+    return member.unit.main.dtype if of_torch or value.dtype == member.unit.weights.buffer.dtype else value.dtype
