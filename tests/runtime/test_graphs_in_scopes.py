@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
-from tests.kit import WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
+from tests.kit import DEVICE, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits
 from tests.together import on_ranks
 
 
@@ -329,3 +329,36 @@ def test_compiled_blocks_save_weights_as_others_do(rank: int) -> None:
         loss.backward()
         found.append(gradients(model, handle))
     assert same_bits(*found)
+
+
+class Clamps(nn.Module):
+    """Replaces the data of its weights when it runs, as the learned filters of braindecode do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.clamp(self.scale, 2.0, 3.0)
+        self.scale.data = scale
+        out: Tensor = self.linear(x) * scale
+        return out
+
+
+@on_ranks(2)
+def test_a_backward_in_a_block_uses_the_data_that_its_forward_has_put_in_place(rank: int) -> None:
+    """Autograd saves the parameter, whose mask of `clamp` is that of the new data; of the old ones, ZeRO-3 dropped the
+    gradients, in silence."""
+    x = torch.arange(12.0, device=DEVICE).reshape(3, 4) - 4
+    states = []
+    for plan in ("ddp", zeroshard.ZERO3):
+        model = make(Clamps)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1e-3)
+        for number in range(2):
+            with handle.unsharded(write=True):
+                model(x + rank + number).square().mean().backward()
+            optimizer.step()
+        states.append(handle.full_state_dict())
+    assert same_bits(*states)
+    assert (states[0]["scale"] < 2).all()  # the last step; a mask of the old data would have stopped it

@@ -82,7 +82,8 @@ class _Keeper:
                 # `data`: with a version of its own. That of the parameter, which a view has, too, is another one while
                 # its values are gone, and a gradient of a gradient saves these values once more.
                 version = unit.weights.versions.number(index)
-                return partial(_of_weight, weakref.ref(unit), index, tensor.data, version)
+                is_parameter = tensor is unit.parameters[index]
+                return partial(_of_weight, weakref.ref(unit), index, tensor.data, version, is_parameter)
         if self._around is not None:
             pack, unpack = self._around
             return partial(unpack, pack(tensor))
@@ -113,12 +114,16 @@ def _as_it_is(tensor: Tensor, version: int) -> Tensor:
     return tensor
 
 
-def _of_weight(reference: weakref.ref[Unit], index: int, values: Tensor, version: int) -> Tensor:
-    """The values of a parameter, or of a view of it, in memory of their own, and its version when it was saved."""
+def _of_weight(reference: weakref.ref[Unit], index: int, values: Tensor, version: int, is_parameter: bool) -> Tensor:
+    """The values of a parameter, or of a view of it, in memory of their own, and its version when it was saved. In a
+    block that writes, a parameter itself has what `p.data = ...` has put there since, as autograd keeps no values."""
     if (unit := reference()) is not None:
         versions = unit.weights.versions
         _expect_version(values, version, versions.number(index))
         versions.kept[index] = torch._C._current_graph_task_id()
+        if is_parameter and unit.weights.writers:
+            with as_tensors():
+                return unit.parameters[index].detach()
     return values
 
 

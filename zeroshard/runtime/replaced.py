@@ -67,8 +67,8 @@ def take_over(units: Sequence[Unit], found: Sequence[Found], before: Sequence[in
             raise InvalidState(
                 f"unsharded: the data of {_names(unit, of_unit)} have been replaced, and a tensor that shares the "
                 "memory of the old ones is kept (by old = p.data, state_dict(), or the graph of a forward): it would "
-                "get the new values. Keep a copy (old = p.data.clone()), del the tensor, or put the old data back "
-                "before the block ends"
+                "get the new values. Keep a copy (old = p.data.clone()), del the tensor, run the backward of that "
+                "forward inside the block, or put the old data back before the block ends"
             )
     with torch.no_grad():
         for unit, of_unit in zip(units, found, strict=True):

@@ -367,8 +367,9 @@ class Weights:
             raise InvalidState(
                 f"unit {self._unit}: the data of parameter {name} have been replaced ({found}): move and cast a model "
                 "before shard(); replace data and write values inside `with handle.unsharded(write=True):`; a module "
-                "that casts its own weights when it runs belongs in MixedPrecision(keep=...), and one that sets its "
-                "weights when it first runs has to run once before shard()"
+                "that casts its own weights when it runs belongs in MixedPrecision(keep=...), one that sets its "
+                "weights when it first runs has to run once before shard(), and one that does so in every forward has "
+                "to run in such a block, forward and backward"
             )
 
     def replaced(self) -> Iterator[tuple[str, str]]:
