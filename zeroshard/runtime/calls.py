@@ -187,7 +187,13 @@ def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: 
                 after(alive, args, kwargs, None)
             raise
 
+    vars(call)["__func__"] = _call_of_class
     return between_graphs(with_room(call) if is_whole else call)
+
+
+def _call_of_class(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The function of the bound method that is there in other modules: nncf wraps it."""
+    return type(module)._call_impl(module, *args, **kwargs)
 
 
 class Graph:

@@ -21,9 +21,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -173,7 +175,7 @@ def _before(
                 begin()
                 schedule.begin_trail()
         if not under_transform():
-            with schedule.running.lock:
+            with schedule.running.lock, _outside_modes():
                 schedule.before_module(module, needed, (args, kwargs))
             return
         expect_no_transform(needed.units)
@@ -183,13 +185,19 @@ def _before(
     return hook
 
 
+def _outside_modes() -> AbstractContextManager[object]:
+    """A mode of the user's (`TorchFunctionMode`, as those of nncf, which puts masked weights in the place of weights)
+    is for the model's operations, not for ours: `parameter.data = ...` would go to another tensor."""
+    return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else nullcontext()
+
+
 def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any, Any], Any]:
     """The hook that hides. It returns the output if that has been replaced (`without_views`)."""
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not under_transform():
-            with schedule.running.lock:
+            with schedule.running.lock, _outside_modes():
                 found = schedule.after_module(module, needed, (args, kwargs), output)
         else:
             with schedule.running.lock, outside_transforms():
