@@ -65,7 +65,10 @@ def said_by(program: str, environment: Mapping[str, str]) -> subprocess.Complete
 
 
 def has_ended(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclass(frozen=True)
