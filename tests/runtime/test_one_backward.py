@@ -230,6 +230,7 @@ def of_a_feature(rank: int) -> None:
             trained(rank, 2, plan, "a feature", 0, waits=False)
 
 
+@pytest.mark.by_gloo  # with results that come late, ranks wait for each other
 def test_a_feature_that_is_an_input_on_one_rank_raises_over_native_backends() -> None:
     """That rank comes to the models in another order. The ranks added up gradients of two models, in silence."""
     run_ranks(of_a_feature, 2, collective_timeout=HANG)

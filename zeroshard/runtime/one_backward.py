@@ -69,11 +69,11 @@ def beside(schedule: Visiting, task: int | None) -> list[Visiting]:
 
 def note_order(schedule: Visiting) -> None:
     """It accumulates. In another order on another rank, ranks would add up gradients of different models, where no
-    message tells of which unit they are: then the step raises."""
-    reducer = schedule.reducer
-    if reducer.now.in_front and not reducer.local and reducer.collectives.transport.name == "native":
+    message tells of which unit they are: then the step raises. (In a join, followers have no backward to note.)"""
+    reducer, collectives = schedule.reducer, schedule.reducer.collectives
+    if reducer.now.in_front and not reducer.local and collectives.transport.name == "native" and not collectives.orders:
         behind = sum(bool(other.order) and not other.local for other in reducer.now.in_front)
-        reducer.collectives.log.note("models in one backward", str(behind))
+        collectives.log.note("models in one backward", str(behind))
 
 
 def come_to(schedule: Visiting, number: int) -> None:
