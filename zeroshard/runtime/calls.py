@@ -269,7 +269,7 @@ class Trails:
 
     def __init__(self) -> None:
         self._older: Sequence[Trail] = ()  # of several forwards, those that were not gone when the last backward began
-        self._why = _SEVERAL  # they are asked for
+        self._why = _SEVERAL  # these are asked for
         self._renewals = 0  # of weights, before them
         self.begin_anew()
 
@@ -288,17 +288,18 @@ class Trails:
         those that were not listed."""
         renewals = sum(unit.weights.versions.num_renewals for unit in units)
         if self._renewals != renewals:
-            self._older, self._why = (), _SEVERAL  # the graphs of older weights raise
+            self._older = ()  # the graphs of older weights raise
         self._renewals = renewals
+        why = self._why if self._older else _SEVERAL
         asked = [*self._older, *(trail for trail in self.listed if trail.visits)]
         # One rank may have kept a loss that the others have dropped (a log on rank 0, an error on one rank). If each
         # looked at its own graphs, they would reduce at different places between the gathers, and wait for each other.
         # Followers of a join have none to ask: there, all may come.
         if len(asked) < 2 or collectives.orders is not None:
-            self._older, self._why = (), _SEVERAL
+            self._older = ()
             return []
         alive = on_device([len(trail.graphs) for trail in asked], collectives.device)
-        for trail, count in zip(asked, collectives.add_up(alive, self._why), strict=True):
+        for trail, count in zip(asked, collectives.add_up(alive, why), strict=True):
             trail.is_gone = not count
         living = [trail for trail in asked if not trail.is_gone]
         self._older, self._why = living if len(living) > 1 else (), _SEVERAL

@@ -71,7 +71,7 @@ def note_order(schedule: Visiting) -> None:
     """It accumulates. In another order on another rank, ranks would add up gradients of different models, where no
     message tells of which unit they are: then the step raises. (In a join, followers have no backward to note.)"""
     reducer, collectives = schedule.reducer, schedule.reducer.collectives
-    if reducer.now.in_front and not reducer.local and collectives.transport.name == "native" and not collectives.orders:
+    if reducer.now.in_front and not (reducer.local or collectives.transport.announces or collectives.orders):
         behind = sum(bool(other.order) and not other.local for other in reducer.now.in_front)
         collectives.log.note("models in one backward", str(behind))
 
