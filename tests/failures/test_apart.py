@@ -18,12 +18,20 @@ from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.placement import Plan
 from zeroshard.ranks.common import Common
 from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
+from zeroshard.step import control
 from zeroshard.testing import run_ranks
 
 
 def steps_until_it_raises(
     rank: int, plan: Plan, before_step: Callable[[nn.Module, int], None], most: int = 10, **options: Any
 ) -> int:
+    return until_it_raises(rank, plan, before_step, most, **options)[0]
+
+
+def until_it_raises(
+    rank: int, plan: Plan, before_step: Callable[[nn.Module, int], None], most: int = 10, **options: Any
+) -> tuple[int, str]:
+    """The number of steps, and the message."""
     model = make(Net)
     handle = zeroshard.shard(model, plan, units=Block)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False, **options)
@@ -35,8 +43,8 @@ def steps_until_it_raises(
         except RuntimeError as error:
             if "the ranks have diverged: unit" not in str(error):
                 raise
-            return step
-    return most
+            return step, str(error)
+    return most, ""
 
 
 def nothing(model: nn.Module, step: int) -> None:
@@ -93,6 +101,26 @@ def test_weights_that_one_rank_has_written_alone_are_noticed() -> None:
 
     found = run_ranks(run, 3)
     assert found == [found[0]] * 3 and 2 <= found[0] <= 2 + len(list(Net().blocks)) + 1
+
+
+@pytest.mark.parametrize("other", ["", "torch 2.13.0, a CPU of long ago"])
+def test_ranks_that_compute_with_other_kernels_are_told_so(other: str) -> None:
+    """Under DDP each rank updates all weights. A CPU without a fused multiply-add rounds differently."""
+
+    def run(rank: int) -> str:
+        def write(model: nn.Module, step: int) -> None:
+            if rank == 1:
+                for parameter in model.parameters():
+                    parameter.data.mul_(1.001)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and other:
+                patch.setattr(control, "kernels", lambda device: other)
+            return until_it_raises(rank, PLANS[0], write)[1]
+
+    for text in run_ranks(run, 2):
+        assert ("does not arrive as it was" in text) == (not other)
+        assert ("which may round differently: use a plan" in text and f"rank 1 with {other}" in text) == bool(other)
 
 
 def test_nan_is_like_nan_and_whoever_does_the_same_does_not_differ() -> None:

@@ -7,6 +7,8 @@ digest of the bits (so a NaN equals itself). The ranks exchange the samples them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ class Samples:
         self.turn += 1
 
 
-def first_difference(listings: list[Listing]) -> tuple[int, str] | None:
+def first_difference(listings: Sequence[Listing]) -> tuple[int, str] | None:
     """(rank, unit) of the first sample that differs from rank 0's. Gathers that have not completed on both ranks are
     skipped."""
     first = {number: (unit, bits) for number, unit, bits in listings[0]}

@@ -171,6 +171,14 @@ def _hardware(device: torch.device) -> str:
     return f"{socket.gethostname()} {getattr(properties, 'uuid', device.index)}"
 
 
+def kernels(device: torch.device) -> str:
+    """Whose arithmetic a rank computes with, in words: other kernels may round differently."""
+    if device.type == "cpu":
+        return f"torch {torch.__version__}, a CPU with {torch.backends.cpu.get_cpu_capability()}"
+    name = getattr(torch.get_device_module(device).get_device_properties(device), "name", device.type)
+    return f"torch {torch.__version__}, {name}"
+
+
 def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
     """What is wrong with the ranks' devices, in words; "" if nothing is. `found`: (type, hardware, problem) by rank."""
     first: dict[str, int] = {}

@@ -24,6 +24,7 @@ from zeroshard.comm.packets import Uneven, Unread, on_device
 from zeroshard.comm.samples import first_difference
 from zeroshard.errors import InvalidState
 from zeroshard.layout import exact
+from zeroshard.ranks.backends import kernels
 from zeroshard.runtime.settings import SettingsReport, difference
 from zeroshard.step.gradient_norms import (
     largest,
@@ -402,14 +403,21 @@ def _expect_same_samples(collectives: Collectives) -> None:
     Raises:
         RuntimeError: with the first sample that differs.
     """
-    difference = first_difference(collectives.exchange_objects(collectives.samples.listing(), CONTROL))
+    mine = collectives.samples.listing(), kernels(collectives.device)
+    listings, of_ranks = zip(*collectives.exchange_objects(mine, CONTROL), strict=True)
+    difference = first_difference(listings)
     if difference is not None:
         collectives.samples.forget()
         rank, unit = difference
+        others = (
+            f"rank 0 computes with {of_ranks[0]}, and rank {rank} with {of_ranks[rank]}, which may round differently: "
+            "use a plan in which one rank updates each weight (zero1, in one dimension)"
+            if of_ranks[0] != of_ranks[rank]
+            else "what is sent between the ranks does not arrive as it was"
+        )
         raise InvalidState(
             f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
             "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
             "`with handle.unsharded(write=True):`; statistics that are parameters, as in Keras, belong in shard(..., "
-            "ignored=)), or does the optimizer draw random numbers? If not, what is sent between the ranks does not "
-            "arrive as it was. Continue from a checkpoint"
+            f"ignored=)), or does the optimizer draw random numbers? If not, {others}. Continue from a checkpoint"
         )
