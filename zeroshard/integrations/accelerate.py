@@ -70,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
         _expect_alone(kwargs)  # before accelerate keeps the plugin for the process, and asks for its package
         super().__init__(*args, **kwargs)
         _expect_alone(kwargs, self.distributed_type)
-        if self.parallelism_config is not None:
+        if getattr(self, "parallelism_config", None) is not None:  # (there since Accelerate 1.10)
             raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise InvalidValue(
@@ -269,10 +269,12 @@ class Accelerator(accelerate.Accelerator):
             CheckpointError: the folder was not saved by this class.
         """
         found: list[str] = []
+        if load_kwargs is not None:  # (there since Accelerate 1.7)
+            kwargs["load_kwargs"] = load_kwargs
         hook = super().register_load_state_pre_hook(lambda models, folder: found.append(folder))
         try:
             with self._without_models() as parts:
-                super().load_state(input_dir, load_kwargs, **kwargs)
+                super().load_state(input_dir, **kwargs)
         finally:
             hook.remove()
         for number, (handle, optimizers) in enumerate(parts):

@@ -322,5 +322,6 @@ def _save_pretrained(saved: torch.dtype, module: Any, own: Any, save_directory: 
     `save_pretrained` writes the dtype of the weights in memory, which may be 16-bit while fp32 values were saved."""
     own(save_directory, *args, **kwargs)
     if saved != module.dtype:
-        module.config.dtype = saved
-        module.config.save_pretrained(save_directory)
+        config = module.config
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", saved)  # (renamed in transformers 4.56)
+        config.save_pretrained(save_directory)
