@@ -22,8 +22,7 @@ from zeroshard.planning import plan
 from zeroshard.precision import MixedPrecision
 from zeroshard.runtime.timeline import Timeline
 from zeroshard.shard import shard
-
-__version__ = "0.1.0"
+from zeroshard.version import VERSION as __version__
 
 __all__ = [
     "DDP",

@@ -221,6 +221,7 @@ def test_an_ignored_module_in_a_batch_of_several_passes() -> None:
 
 
 def test_a_llama_in_small_units_and_what_runs_inside_of_another_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
     monkeypatch.setattr(agreement, "exchange_norms", lambda collectives, control, norms: control)
 
     def check() -> None:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from zeroshard.checkpoint.writer import FilePlan, write_with_index
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import in_words
 from zeroshard.io.checked import NotWritten
+from zeroshard.version import VERSION
 
 Sizes = tuple[int, int, int]
 """Bytes of a rank's file, of its index, and of its part of the manifest (by itself; the whole is smaller than the sum).
@@ -269,8 +269,4 @@ def merged(base: Manifest, parts: Iterable[Part]) -> Manifest:
 
 def versions() -> dict[str, str]:
     """Versions of the software that writes the checkpoint, for people to read."""
-    try:
-        own = metadata.version("zeroshard")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        own = "unknown"
-    return {"zeroshard": own, "torch": torch.__version__, "python": platform.python_version()}
+    return {"zeroshard": VERSION, "torch": torch.__version__, "python": platform.python_version()}

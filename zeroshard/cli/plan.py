@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
 from zeroshard.cli.plan_output import show, show_fit
-from zeroshard.cli.terminal import Command, Size
+from zeroshard.cli.terminal import Command, Size, Type
 from zeroshard.cli.undisturbed import undisturbed
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
@@ -27,7 +27,7 @@ from zeroshard.planning.once import traced_once
 from zeroshard.report import facts_of, write_plan
 
 
-class _List(click.ParamType[list[Any]]):
+class _List(Type):
     """Values of one type, separated by commas."""
 
     name = "list"
