@@ -10,6 +10,7 @@
 #             hosts that are killed, restarts. Needs root, iproute2 and /dev/net/tun, and is skipped where they are missing
 # make test-gpu        everything that needs a GPU, in one report; with the python3 that is there, which needs only torch
 #             2.11 or newer with CUDA, numpy and pytest: GPU_PYTHON=/path/to/python PIECES="one-rank memory" REPORT=file.md
+# make test-oldest     what uses other libraries, with the lowest versions that pyproject.toml allows, in an environment of its own
 # make lint   lint and types only
 # make docs   build the site into build/site, strictly: a broken link is an error
 # make test-everything  the full versions of tests of which `make test` runs a selection: every precision x optimizer x
@@ -32,7 +33,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -gt 6 ] && n=6; echo $$((n + 2)))
 SIDE_BY_SIDE := -n $(JOBS) --dist worksteal
 
-.PHONY: env train test test-everything test-faults test-gpu test-hosts test-settings test-timings lint docs
+.PHONY: env train test test-everything test-faults test-gpu test-hosts test-oldest test-settings test-timings lint docs
 .DELETE_ON_ERROR:
 
 env: $(STAMP)
@@ -64,6 +65,17 @@ $(SITE_STAMP): $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# In an environment of its own. The project is not installed there, so that its files are those of the checkout.
+OLDEST := build/oldest
+$(OLDEST)/complete: oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt torch
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check --quiet install -r oldest.txt
+	@touch $@
+test-oldest: $(OLDEST)/complete
+	PYTHONPATH=. $(OLDEST)/bin/python -m pytest -p no:cacheprovider $(SIDE_BY_SIDE) \
+		tests/cli tests/train tests/report tests/exchange tests/planning tests/optim tests/integrations
 
 test-settings: $(STAMP)
 	$(BIN)/python -m tests.settings $(SETTINGS) -- $(SIDE_BY_SIDE) $(TESTS)

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -382,9 +383,9 @@ def test_a_wrong_value_in_a_config_of_transformers_is_one_line(
     """It was a traceback."""
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
-    for value, message in (("x", "Field 'n_layer' expected int, got str"), (-1, "")):
+    for value in ("x", -1):
         path.write_text(json.dumps({"model_type": "gpt2", "n_layer": value, "vocab_size": -1}))
-        assert message in said(capfd, "plan", path, code=2)
+        assert re.search(r"Field 'n_layer' expected int, got str|cannot be built", said(capfd, "plan", path, code=2))
 
 
 class Broken(io.StringIO):

@@ -252,7 +252,7 @@ def test_a_batch_size_that_fits_is_found() -> None:
                 return train(size, tried)
 
             found.append(search())
-            assert tried == [16, 12, 8]
+            assert (tried[0], tried[-1]) == (16, 8)  # in between as `reduce_batch_size_fn` says, since Accelerate 1.12
         for state in found[1:] if rank == 0 else ():
             assert all(torch.equal(*pair) for pair in zip(state, found[0], strict=True))
 

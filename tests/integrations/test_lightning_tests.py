@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.integrations.test_with_lightning import finetuning, in_plain_names, launched, loader, module_of, trainer
+from tests.integrations.versions import of_any_kind
 from tests.kit import Block, Net, make, same_bits
 from tests.late import once
 from zeroshard.integrations.sharding import handle_of_model
@@ -143,7 +144,7 @@ def test_a_checkpoint_is_loaded_into_the_plain_module(tmp_path: Path) -> None:
 
             loaded.on_load_checkpoint = on_load_checkpoint
             again = trainer(tmp_path, strategy, 2, **SIMPLE, max_steps=4)
-            again.fit(loaded, loader(rank, 2), ckpt_path=path, weights_only=False)
+            again.fit(loaded, loader(rank, 2), ckpt_path=path, **of_any_kind())
             found.append((loaded.losses, weights_of(loaded)))
         assert found[0][0] == found[1][0] and same_bits(found[0][1], found[1][1])
 

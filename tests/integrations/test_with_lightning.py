@@ -31,6 +31,7 @@ from tests.integrations.common import (
     plain_loop,
     texts,
 )
+from tests.integrations.versions import of_any_kind
 from tests.kit import Block, Net, State, make, same_bits
 from tests.late import once
 from zeroshard.integrations.sharding import handle_of_model
@@ -167,7 +168,7 @@ def test_the_trainer_of_lightning_has_the_bits_of_the_plain_loop(either: str, tm
             strategy, of_resumed = ShardedStrategy(Sharding(other, units=Block)), module_of()
             left = loader(rank, 2, first=HALF * MICRO_BATCHES)
             resumed = trainer(tmp_path, strategy, 2, precision=precision)
-            resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / f"step={HALF}.ckpt", weights_only=False)
+            resumed.fit(of_resumed, left, ckpt_path=tmp_path / plan / f"step={HALF}.ckpt", **of_any_kind())
             assert of_resumed.losses == losses[HALF * MICRO_BATCHES :]
             assert same_bits(in_plain_names(resumed.strategy.handle.full_state_dict(main=True)), weights)
             assert not same_bits(plain_loop(rank, 2, strided, kind, max_norm=100.0)[1], weights)
@@ -209,7 +210,7 @@ def evaluate(run: Any, module: Any, folder: Path, loader: Any) -> None:
     [of_last] = run.validate(module, loader, verbose=False)
     assert run.test(module, loader, verbose=False) == [of_last]
     early = folder / f"step={HALF}.ckpt"
-    [of_early] = run.validate(module, loader, ckpt_path=early, verbose=False, weights_only=False)
+    [of_early] = run.validate(module, loader, ckpt_path=early, verbose=False, **of_any_kind())
     assert of_early["val"] > of_last["val"]
     more, once_more = (
         trainer(folder, type(run.strategy)(run.strategy.sharding), run.num_devices, max_steps=1) for _ in range(2)
@@ -260,7 +261,7 @@ def fabric_loop(rank: int, folder: Path) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         if begin:
-            fabric.load(folder / "half.ckpt", state, weights_only=False)
+            fabric.load(folder / "half.ckpt", state, **of_any_kind())
         found = []
         batches = list(fabric.setup_dataloaders(loader(rank, 2), use_distributed_sampler=False))
         for number, (tokens,) in list(enumerate(batches))[begin * MICRO_BATCHES : STEPS * MICRO_BATCHES]:
@@ -531,7 +532,7 @@ def test_a_checkpoint_of_one_package_is_loaded_with_the_other(tmp_path: Path, mo
         launched(rank, 2)
         before = [weights(package, "zeroshard_zero3", 2, rank) for package in LIBRARIES]
         resumed = [
-            weights(package, "zeroshard_zero1", 4, rank, ckpt_path=path, weights_only=False)
+            weights(package, "zeroshard_zero1", 4, rank, ckpt_path=path, **of_any_kind())
             for path in (tmp_path / f"{of}-zeroshard_zero3-2.ckpt" for of in LIBRARIES)
             for package in LIBRARIES
         ]

@@ -3,6 +3,7 @@ evaluated, and ends soon after a failure."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import zeroshard
 from tests.examples import run_example
 from tests.grids import EVERYTHING
 from tests.integrations.common import HALF, MICRO_BATCHES, STEPS, Fault, as_launched, expect_faults_to_end_all
+from tests.integrations.versions import as_logged, in_order, is_older
 from tests.kit import State, make, same_bits
 from tests.late import once
 from zeroshard.testing import run_ranks
@@ -44,7 +46,7 @@ def arguments(folder: Path, **changes: Any) -> Any:
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_steps": STEPS,
-        "train_sampling_strategy": "sequential",
+        **in_order(),
         "logging_steps": 1,
         "save_steps": HALF,
         "learning_rate": 1e-2,
@@ -76,7 +78,7 @@ def plain_loop(rank: int, precision: Any = None, max_norm: float = 0.5) -> tuple
     for step in range(STEPS):
         first = step * MICRO_BATCHES * 2 * 2
         of_step = [data[first + index] for index in range(MICRO_BATCHES * 2 * 2)]
-        num_items = torch.tensor(sum(int((one["labels"][1:] != -100).sum()) for one in of_step))
+        num_items = torch.tensor(sum(int((one["labels"][0 if is_older() else 1 :] != -100).sum()) for one in of_step))
         total = torch.tensor(0.0)
         for micro_batch in range(MICRO_BATCHES):
             mine = of_step[2 * (2 * micro_batch + rank) :][:2]
@@ -91,7 +93,7 @@ def plain_loop(rank: int, precision: Any = None, max_norm: float = 0.5) -> tuple
         optimizer.zero_grad()
         of_ranks = [torch.zeros(()), torch.zeros(())]
         torch.distributed.all_gather(of_ranks, total)
-        logged.append((torch.stack(of_ranks).mean().item(), norm))
+        logged.append((as_logged(torch.stack(of_ranks).mean().item()), norm))
     return logged, handle.full_state_dict(main=True)
 
 
@@ -139,6 +141,8 @@ def test_the_trainer_has_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
             saved = hf.LlamaForCausalLM.from_pretrained(tmp_path / "a" / f"checkpoint-{step}").state_dict()
             assert same_bits(dict(saved), weights) is same
         read_by_the_ranks(tmp_path / "a" / f"checkpoint-{STEPS}", weights)
+        if is_older():  # its recomputed gradients differ in rounding also without zeroshard
+            return
         recomputed = trainer(tmp_path / "b", "zero3", save_strategy="no", gradient_checkpointing=True)
         recomputed.train()
         assert recomputed.model.is_gradient_checkpointing
@@ -264,6 +268,7 @@ def test_outputs_in_bf16_have_the_dtype_of_the_plain_trainer(tmp_path: Path) -> 
             lambda: trainer(tmp_path, "zero3", sharding={"precision": "bf16"}),
         ):
             reset_accelerate()
+            os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # older versions leave it behind
             run = build()
             run.evaluate(Texts())
             loss, logits, _ = run.prediction_step(run.model, {n: x[None] for n, x in Texts()[0].items()}, False)

@@ -10,6 +10,7 @@ import torch
 
 import zeroshard
 from tests.integrations.common import HALF, MAX_NORM, MICRO_BATCHES, STEPS, as_launched
+from tests.integrations.versions import as_logged, in_order
 from tests.kit import State, same_bits
 from tests.late import once
 from zeroshard.testing import run_ranks
@@ -59,7 +60,7 @@ def trainer(of_class: Any, folder: Path, **options: Any) -> Any:
         "max_grad_norm": MAX_NORM,
         "max_length": 32,
         "bf16": False,
-        "train_sampling_strategy": "sequential",
+        **in_order(),
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
@@ -102,7 +103,7 @@ def plain_loop(rank: int, folder: Path) -> tuple[list[tuple[float, float]], Stat
         optimizer.step(), scheduler.step(), optimizer.zero_grad()
         of_ranks = [torch.zeros(()), torch.zeros(())]
         torch.distributed.all_gather(of_ranks, total)
-        logged.append((torch.stack(of_ranks).mean().item(), norm))
+        logged.append((as_logged(torch.stack(of_ranks).mean().item()), norm))
     return logged, handle.full_state_dict(main=True)
 
 
