@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import zeroshard
 from tests.kit import (
@@ -25,6 +27,7 @@ from tests.kit import (
     train_reference,
     with_plans,
 )
+from tests.patience import HANG
 from zeroshard.reference import Reference
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -385,6 +388,20 @@ def test_an_optimizer_without_state() -> None:
 
     for logs in zip(*run_ranks(check, 3), strict=True):
         expect_same_logs(logs)
+
+
+def test_a_profiler_with_stacks_on_one_rank_reads_no_state() -> None:
+    """Behind a step torch's reads the state of every parameter, if that is a plain one: a gather under DDP."""
+
+    def check(rank: int) -> int:
+        model = make(small)
+        optimizer = sharded(model, "ddp")
+        step(optimizer, model, rank, 0)
+        with profile(activities=[ProfilerActivity.CPU], with_stack=True) if rank == 0 else nullcontext():
+            step(optimizer, model, rank, 1)
+        return len(optimizer.state)
+
+    assert len(set(run_ranks(check, 2, collective_timeout=HANG))) == 1
 
 
 def test_after_an_update_that_raised_weights_and_state_are_loaded_anew() -> None:

@@ -264,6 +264,10 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             "optimizer.backward(loss) in place of the scaler"
         )
 
+    def _optimizer_step_code(self) -> None:
+        """Called by torch behind each step. Where torch's own runs, a profiler that records stacks reads the state of
+        every parameter there: collective here, and it may record on one rank only. It knows that one by its code."""
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join([ddp, optimizer])`, under OPTIMIZER_ONLY. There must be one step for each forward of DDP.
 
