@@ -113,6 +113,11 @@ def test_weights_are_loaded_and_initialised_where_they_may_be_written() -> None:
                 model.load_state_dict(state)  # not all parameters may be written
             with handle.unsharded(write=True), pytest.raises(RuntimeError, match="leave out assign=True"):
                 model.load_state_dict(dict(state), assign=True)  # torch notes it in the metadata
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            with handle.unsharded(write=True), pytest.raises(RuntimeError, match="or set it to False around this call"):
+                model.load_state_dict(state)
+            handle.load_full_state_dict(state)
+            torch.__future__.set_swap_module_params_on_conversion(False)
             with pytest.raises(RuntimeError, match=refused):  # the scopes have ended
                 model.load_state_dict(state)
         with pytest.raises(RuntimeError, match=r"zero_: the values of parameter head\.bias .*unsharded\(write=True\)"):

@@ -381,6 +381,12 @@ class Handle(NotTheModel, NotCopied):
                 "load_state_dict(assign=True) would put other parameters into the model, which nobody trains: leave "
                 "out assign=True"
             )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise InvalidState(
+                "with torch.__future__.set_swap_module_params_on_conversion(True), model.load_state_dict() swaps the "
+                "parameters for others, which torch refuses for those that shard() has: call "
+                "handle.load_full_state_dict(state_dict), or set it to False around this call"
+            )
 
     def _let_go_of_parameters(self) -> None:
         for parameter in [parameter for parameter, owner in _HANDLES.items() if owner() is self]:

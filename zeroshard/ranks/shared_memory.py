@@ -18,7 +18,7 @@ import resource
 import secrets
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,13 +94,15 @@ class SharedMemory:
         """A new file of zeros: (segment, fd).
 
         Raises:
-            OSError: this process may not open more files.
+            OSError: this process may not open more files, or none of that size.
         """
         segment = next(_SEGMENTS)
         # Anonymous, not `shm_open`: a name in /dev/shm outlives a process that is killed.
-        with within_file_limit():
+        with within_file_limit(), ExitStack() as undo:
             fd = os.memfd_create(_label(self.process, segment))
-        os.ftruncate(fd, num_bytes)
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, num_bytes)
+            undo.pop_all()
         return segment, fd
 
     def map(self, segment: int, fd: int, num_bytes: int) -> Tensor:
@@ -205,14 +207,20 @@ def many_files() -> Iterator[None]:
 
 @contextmanager
 def within_file_limit() -> Iterator[None]:
-    """Around a call that opens a file.
+    """Around a call that opens a file, or sets its size.
 
     Raises:
-        OSError: this process may not open more files; the message says what to do.
+        OSError: this process may not open more files, or have files of that size; the message says what to do.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
+        if os.strerror(errno.EFBIG) in str(error):
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            raise SystemRefused(
+                f"this process may have files of at most {most} bytes: raise the limit (ulimit -f), or take smaller "
+                "units, whose buffers in shared memory are files"
+            ) from error
         if os.strerror(errno.EMFILE) not in str(error):
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
