@@ -66,7 +66,8 @@ class Claims:
                 name_of = self._name_of()
                 raise InvalidValue(
                     f"parameter {'' if name_of is None else name_of(parameter)} belongs to another ShardedOptimizer: "
-                    "give each its own parameters, or delete the other one first"
+                    "give each its own parameters, or delete the other one first, with what holds it: `del optimizer, "
+                    "scheduler`"
                 )
         self._owner_of.update({id(parameter): weakref.ref(owner) for parameter in parameters})
         if all(known is not owner for known in self.owners()):
