@@ -205,3 +205,32 @@ def test_after_an_interrupt_while_a_bucket_is_allocated_backward_works(rank: int
             optimizer.zero_grad()
         results.append(train(handle, optimizer))
     assert same_bits(*results)
+
+
+@on_ranks(1)
+def test_an_interrupt_where_the_engine_switches_gradients_off_leaves_them_on(rank: int) -> None:
+    """`torch.no_grad` leaves them off if a signal arrives between its `__enter__` and the block: every later backward
+    said that its loss does not require grad."""
+    enter, places = torch.no_grad.__enter__, 0
+    for plan in PLANS:
+        model = make()
+        handle = zeroshard.shard(model, plan, units=nn.Sequential)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for number in range(1, 100):
+            left = [number]
+
+            def interrupted(mode: Any, left: list[int] = left) -> None:
+                enter(mode)
+                left[0] -= 1
+                if not left[0]:
+                    raise KeyboardInterrupt
+
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(torch.no_grad, "__enter__", interrupted)
+                loss_of(model, 0)
+            if left[0] > 0:
+                break
+            assert torch.is_grad_enabled(), (plan, number)
+            places += 1
+        train(handle, optimizer)
+    assert places

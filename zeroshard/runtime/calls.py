@@ -176,15 +176,16 @@ def _call_that_ends(module: nn.Module, after: Callable[..., None], *, is_whole: 
         del caller  # a frame keeps what is in it
         if called is not alive:  # a copy of the module has this attribute, too (`copy.copy`, higher)
             return type(called)._call_impl(called, *args, **kwargs)
-        cast = len(running())
+        cast, with_grad = len(running()), torch.is_grad_enabled()
         try:
             return type(alive)._call_impl(alive, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            with suppress(Exception):  # the interrupt is the error
-                end_calls(cast)
-                after(alive, args, kwargs, None)
+        except BaseException as error:
+            # The handler of a signal may have raised where one of the engine's `no_grad` begins or ends.
+            torch._C._set_grad_enabled(with_grad)
+            if not isinstance(error, Exception):
+                with suppress(Exception):  # the interrupt is the error
+                    end_calls(cast)
+                    after(alive, args, kwargs, None)
             raise
 
     vars(call)["__func__"] = _call_of_class
