@@ -376,17 +376,7 @@ class Handle(NotTheModel, NotCopied):
                 "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights "
                 "too, or model.load_state_dict() inside `with handle.unsharded(write=True):`"
             )
-        if metadata.get("assign_to_params_buffers"):
-            raise InvalidState(
-                "load_state_dict(assign=True) would put other parameters into the model, which nobody trains: leave "
-                "out assign=True"
-            )
-        if torch.__future__.get_swap_module_params_on_conversion():
-            raise InvalidState(
-                "with torch.__future__.set_swap_module_params_on_conversion(True), model.load_state_dict() swaps the "
-                "parameters for others, which torch refuses for those that shard() has: call "
-                "handle.load_full_state_dict(state_dict), or set it to False around this call"
-            )
+        _expect_in_place(metadata)
 
     def _let_go_of_parameters(self) -> None:
         for parameter in [parameter for parameter, owner in _HANDLES.items() if owner() is self]:
@@ -406,3 +396,22 @@ def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None
     reference = weakref.ref(handle)
     for parameter in parameters:
         _HANDLES[parameter] = reference
+
+
+def _expect_in_place(metadata: Mapping[str, Any]) -> None:
+    """Check that `load_state_dict` writes into the parameters. `metadata`: that torch passes to hooks.
+
+    Raises:
+        RuntimeError: it would put others in their place.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        raise InvalidState(
+            "load_state_dict(assign=True) would put other parameters into the model, which nobody trains: leave "
+            "out assign=True"
+        )
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise InvalidState(
+            "with torch.__future__.set_swap_module_params_on_conversion(True), model.load_state_dict() swaps the "
+            "parameters for others, which torch refuses for those that shard() has: call "
+            "handle.load_full_state_dict(state_dict), or set it to False around this call"
+        )
