@@ -70,11 +70,12 @@ def test_no_file_of_a_unit_stays_open_and_a_limit_of_files_is_told() -> None:
                 ValueError, match=r"this process has \d+ open files, as many as it may: raise the limit"
             ):
                 zeroshard.shard(model, plan, units=nn.Linear)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+        sizes = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, sizes[1]))
         files = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ValueError, match=r"this process may have files of at most 1000 bytes: raise the limit"):
             zeroshard.shard(nn.Linear(40, 40), "zero1")
         assert len(os.listdir("/proc/self/fd")) == files
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, sizes)
 
     run_ranks(check, 2)
