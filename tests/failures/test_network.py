@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,19 @@ def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:
     assert gone.is_neighbour_of(me) and gone.state == "ended"
     os.waitpid(child, 0)
     assert gone.is_neighbour_of(me) and gone.state == "ended"
+
+
+def test_a_process_with_any_name_is_found() -> None:
+    """A program `./тренировка.py` has a name that ends in the middle of a character. Each rank was reported as dead by
+    its neighbours, and all ended."""
+    mine = Path("/proc/self/comm")
+    before, name = mine.read_bytes(), "тренировка".encode()[:15]
+    mine.write_bytes(name)
+    try:
+        assert mine.read_bytes() == name + b"\n"
+        assert Who.this().started > 0 and Who.this().state == "runs"
+    finally:
+        mine.write_bytes(before)
 
 
 def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:

@@ -63,10 +63,11 @@ def is_stopped(pid: int) -> bool:
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of a process; ("X", 0) if there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
+        # Bytes: the system cuts the program's name off after 15 of them, also in the middle of a character.
+        with open(f"/proc/{pid}/stat", "rb") as file:
             # Split after the last ")": the program's name, in parentheses, may itself contain spaces and ")" (proc(5)).
-            fields = file.read().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0].decode(), int(fields[19])
     except (OSError, IndexError, ValueError):
         return "X", 0
 
