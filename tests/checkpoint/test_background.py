@@ -111,6 +111,29 @@ def test_at_most_one_is_under_way_and_training_does_not_wait(tmp_path: Path) -> 
     run_ranks(check, 2)
 
 
+def test_a_worker_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    """A DataLoader's worker, which lives longer than the save. The next save of that step said that another process had
+    saved it."""
+
+    def check(rank: int) -> None:
+        handle, forked, create = zeroshard.shard(nn.Linear(2, 2), "ddp"), threading.Event(), files.create
+        files.create = lambda path: (forked.wait(), create(path))[1]
+        saving = zeroshard.save(tmp_path, handle, step=1, background=True)
+        reader, writer = os.pipe()
+        if (worker := os.fork()) == 0:
+            os.close(writer)
+            os.read(reader, 1)  # until the rank has closed the pipe, or ended
+            os._exit(0)
+        forked.set()
+        saving.wait()
+        zeroshard.save(tmp_path, handle, step=1)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
+        os.close(writer)
+        os.waitpid(worker, 0)
+
+    run_ranks(check, 1)
+
+
 SCRIPT = """
 import pathlib, sys, threading, time, torch, zeroshard
 from zeroshard.checkpoint import files

@@ -91,7 +91,7 @@ class Job:
             verdict, refused = self._conclude() if self.meeting.rank == 0 else (self.meeting.verdict(), None)
         finally:
             if self.opened is not None:
-                os.close(self.opened.lock)
+                files.unlock(self.opened.lock)
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # KeyboardInterrupt: only now, after the other ranks have been told
         cause = failure or refused
@@ -189,7 +189,7 @@ def _made_and_locked(folder: Path) -> int | None:
     try:
         lock = files.lock_folder(folder)
         if lock is not None and not (folder.exists() and os.path.samestat(os.fstat(lock), os.stat(folder))):
-            os.close(lock)
+            files.unlock(lock)
             return None
         return lock
     except FileNotFoundError:

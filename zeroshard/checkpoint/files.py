@@ -119,7 +119,7 @@ def remove_folder(path: Path) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """A descriptor that locks the folder until it is closed or the process ends; None if another process has locked
+    """A descriptor that locks the folder until `unlock`, or until the process ends; None if another process has locked
     it."""
     import fcntl  # not on every platform that imports zeroshard
 
@@ -133,6 +133,16 @@ def lock_folder(path: Path) -> int | None:
     except OSError:
         pass  # a file system without locks
     return file
+
+
+def unlock(file: int) -> None:
+    """Give back the lock of `lock_folder`, and close the descriptor."""
+    import fcntl
+
+    with suppress(OSError):  # a file system without locks
+        # A close alone gives it back only when a worker that was forked meanwhile (a DataLoader's) has ended, too.
+        fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
 
 
 def free_bytes(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -48,7 +47,7 @@ def _sweep_one(path: Path, step: Path | None) -> None:
             else:
                 _remove(path)
         finally:
-            os.close(lock)
+            files.unlock(lock)
 
 
 def prune(directory: Path | str, *, keep_last: int = 1, keep_every: int | None = None) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def publish(temporary: Path, step: int, unique: str, replaces: Identity) -> None
             raise
     finally:
         if lock is not None:
-            os.close(lock)
+            files.unlock(lock)
 
 
 def _locked_to_replace(final: Path, replaces: Identity) -> int | None:
@@ -81,7 +80,7 @@ def _locked_to_replace(final: Path, replaces: Identity) -> int | None:
     is_ours = lock is not None and identity(lock) == replaces and identity(final) == replaces
     if not is_ours:
         if lock is not None:
-            os.close(lock)
+            files.unlock(lock)
         raise CheckpointError(_saved_by_another(final))
     return lock
 

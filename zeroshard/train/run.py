@@ -7,7 +7,6 @@ and these two numbers, and a resumed run continues exactly as the uninterrupted 
 """
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -93,7 +92,7 @@ class Occupation:
 
     def __exit__(self, *error: object) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            files.unlock(self._lock)
 
 
 def start_run(
