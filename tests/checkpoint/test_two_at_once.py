@@ -3,8 +3,10 @@ save or a prune."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,85 @@ def replace_while_read(rank: int, directory: Path) -> None:
 
 def test_a_step_that_is_replaced_while_it_is_read_is_not_called_damaged(tmp_path: Path) -> None:
     run_ranks(replace_while_read, 1, tmp_path / "steps")
+
+
+def replace_while_swept(rank: int, directory: Path) -> None:
+    handle, names_in = zeroshard.shard(nn.Linear(2, 2), "ddp"), pruning.names_in
+    final, aside, new = (directory / name for name in ("step-1", "step-1.old-ab", "step-1.tmp-ab"))
+
+    def goes_on(directory: Path) -> list[str]:
+        """Another process is between its two renames when a sweep looks, and then goes on."""
+        shutil.copytree(final, new)
+        os.rename(final, aside)
+        found = names_in(directory)
+        os.rename(new, final)
+        return found
+
+    def is_killed(directory: Path) -> list[str]:
+        """It is killed between them, right after a sweep has begun."""
+        os.rename(final, aside)
+        return names_in(directory)
+
+    for names in (goes_on, is_killed):
+        zeroshard.save(directory, handle, step=1)
+        pruning.names_in = names
+        pruning.sweep(directory)
+        pruning.names_in = names_in
+        assert sorted(os.listdir(directory)) == ["latest", "step-1"], names
+        zeroshard.verify(final)
+
+
+def test_a_step_that_is_replaced_while_another_process_sweeps_stays(tmp_path: Path) -> None:
+    """The sweep, and the save or prune that it was part of, raised that the directory is not empty. If the process that
+    replaced the step was killed, the sweep removed the step."""
+    run_ranks(replace_while_swept, 1, tmp_path / "steps")
+
+
+def keep_busy(rank: int, directory: Path) -> None:
+    handle, remove_empty_folder = zeroshard.shard(nn.Linear(2, 2), "ddp"), files.remove_empty_folder
+
+    def in_use(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    for step in (1, 2, 3):
+        zeroshard.save(directory, handle, step=step)
+    files.remove_empty_folder = in_use
+    zeroshard.save(directory, handle, step=3)
+    assert zeroshard.prune(directory, keep_last=2) == [1]
+    assert len([name for name in os.listdir(directory) if name.startswith(".trash-")]) == 2
+    files.remove_empty_folder = remove_empty_folder
+    # What has the name of a step, and no manifest, does not let the one that was moved aside have its name.
+    os.rename(directory / "step-2", directory / "step-2.old-ab")
+    (directory / "step-2").mkdir()
+    (directory / "step-2" / "notes").touch()
+    zeroshard.save(directory, handle, step=4)
+    assert sorted(os.listdir(directory)) == ["latest", "step-2", "step-2.old-ab", "step-3", "step-4"]
+
+
+def test_what_cannot_be_removed_yet_is_left_to_the_next_sweep(tmp_path: Path) -> None:
+    """As over NFS, where a reader has files of an old step open. A save that was in place said that it had failed, and
+    every later one was refused."""
+    run_ranks(keep_busy, 1, tmp_path / "steps")
+
+
+def interrupt(rank: int, directory: Path) -> None:
+    handle, rename = zeroshard.shard(nn.Linear(2, 2), "ddp"), files.rename
+
+    def interrupted(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target.name == "step-1":
+            raise KeyboardInterrupt
+
+    files.rename = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        zeroshard.save(directory, handle, step=1)
+    files.rename = rename
+    zeroshard.verify(directory / "step-1")
+
+
+def test_an_interrupt_in_the_last_rename_is_no_other_process(tmp_path: Path) -> None:
+    """It became a CheckpointError, which said that another process had saved the step."""
+    run_ranks(interrupt, 1, tmp_path / "steps")
 
 
 def rename_again(rank: int, directory: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.checkpoint import files
@@ -13,6 +15,7 @@ from zeroshard.checkpoint.folders import (
     latest,
     names_in,
     new_id,
+    step_name,
     step_of,
     steps,
     why_none,
@@ -26,24 +29,25 @@ _LEFT_OVER = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+|\.trash-.+|\.latest\.tmp-[0
 def sweep(directory: Path) -> None:
     """Remove what interrupted saves and removals have left. A step that was moved aside and not replaced gets its name
     back. Folders that are locked by a running save are not touched. Other processes may do the same."""
-    known = steps(directory)
     for name in names_in(directory):
         path = directory / name
         is_left = bool(_LEFT_OVER.fullmatch(name)) or (step_of(name) is not None and ".old-" in name)
         if is_left and not path.is_symlink():
             with suppress(FileNotFoundError):  # another process has removed or renamed it in the meantime
-                _sweep_one(path, directory / name.partition(".")[0] if path in known.values() else None)
+                _sweep_one(path)
 
 
-def _sweep_one(path: Path, step: Path | None) -> None:
-    """`step`: the name that a folder gets back; None: remove it."""
+def _sweep_one(path: Path) -> None:
     if not path.is_dir():
         files.remove_file(path)
     elif (lock := files.lock_folder(path)) is not None:
         try:
-            if step is not None:
-                files.rename(path, step)
-                files.sync_folder(path.parent)
+            # Looked up under the lock: whoever replaces a step holds it until the new one has the name.
+            step = step_of(path.name)
+            if step is not None and steps(path.parent).get(step) == path:
+                with _until_later():  # there is a folder of that name without a manifest
+                    files.rename(path, path.with_name(step_name(step)))
+                    files.sync_folder(path.parent)
             else:
                 _remove(path)
         finally:
@@ -107,4 +111,16 @@ def _remove(folder: Path) -> None:
         trash = folder.parent / f".trash-{folder.name}-{new_id()}"
         files.rename(folder, trash)
         files.sync_folder(folder.parent)
-    files.remove_folder(trash)
+    # Over NFS, files that a reader on this host has open keep a name (.nfs...) until it closes them.
+    with _until_later():
+        files.remove_folder(trash)
+
+
+@contextmanager
+def _until_later() -> Iterator[None]:
+    """A folder that is not empty, or is in use, is left to the next sweep."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            raise

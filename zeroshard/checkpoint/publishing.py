@@ -52,8 +52,10 @@ def publish(temporary: Path, step: int, unique: str, replaces: Identity) -> None
         try:
             files.rename(temporary, final)
         except BaseException as error:
-            if isinstance(error, FileNotFoundError) and ours is not None and identity(final) == ours:
-                return  # a network file system that has renamed it, lost its answer, and tried again
+            if ours is not None and identity(final) == ours:
+                if isinstance(error, FileNotFoundError):
+                    return  # a network file system that has renamed it, lost its answer, and tried again
+                raise  # an interrupt
             if final.exists():
                 raise CheckpointError(_saved_by_another(final)) from error
             if aside.exists():
