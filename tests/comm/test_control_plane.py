@@ -81,6 +81,23 @@ def test_a_bell_is_heard_each_time_and_by_nobody_else(make: Callable[[], Any]) -
     assert heard == [0, 0, 0] and not any(one.gone for one in bells)
 
 
+def test_a_bell_that_nobody_has_rung_for_weeks_still_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait ends after 20 days. That was taken for the end of the store: under torchrun all ranks ended."""
+    monkeypatch.setattr(bell, "_WITHOUT_END", timedelta(milliseconds=20))
+    store, heard, waits = server(), list[int](), list[bool]()
+    comes = Bell._comes
+    monkeypatch.setattr(Bell, "_comes", lambda self: (waits.append(comes(self)), waits[-1])[1])
+    one = Bell(connection_of_its_own(store), "p", "bell", lambda store: heard.append(1), 0.01)
+    wait_until(lambda: len(waits) > 2 or one.gone)
+    monkeypatch.undo()
+    PrefixStore("p", store).set("bell", "1")
+    wait_until(lambda: heard or one.gone)
+    assert heard and not one.gone
+    one.close()
+    PrefixStore("p", store).set("bell", "1")
+    one.join(60.0)
+
+
 class Watched(TCPStore):
     """Takes down what its timeout is while it opens another connection."""
 

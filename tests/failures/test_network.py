@@ -24,7 +24,7 @@ from zeroshard.failures.blame import Seen, blame
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.peers import Peers
 from zeroshard.failures.processes import Who, _stat
-from zeroshard.failures.store_line import Silent, StoreLine
+from zeroshard.failures.store_line import Closed, Silent, StoreLine
 
 TIMEOUT = 5.0
 
@@ -202,6 +202,36 @@ def test_whoever_asks_a_store_that_does_not_answer_goes_on() -> None:
     assert line.gone
     with pytest.raises(Silent, match="is gone"):
         line.close(lambda store: None, AT_ONCE)
+
+
+def test_nobody_waits_for_the_answers_of_a_store_that_is_gone() -> None:
+    """Whoever had asked behind the call that failed waited for all of its patience: in `wait_for_all`, for two
+    timeouts."""
+    asked, failing = threading.Event(), threading.Event()
+
+    class Store:
+        def get(self, key: str) -> bytes:
+            asked.set()
+            failing.wait()
+            raise RuntimeError("connection reset")
+
+    line, refused = StoreLine(Store(), lambda store: None, 1000.0), list[str]()  # type: ignore[arg-type]
+
+    def ask() -> None:
+        with pytest.raises(Closed, match="is gone"):
+            line.ask(lambda store: store.get("a"), 10 * AT_ONCE)
+        refused.append(threading.current_thread().name)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    asked.wait()
+    wait_until(lambda: line._jobs.qsize() == 2)
+    start = time.monotonic()
+    failing.set()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3 and line.gone and time.monotonic() - start < AT_ONCE
 
 
 def test_nothing_is_written_after_the_last_word() -> None:

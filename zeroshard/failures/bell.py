@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from zeroshard.errors import TookTooLong
 from zeroshard.failures.found import holder_of, without_prefixes
@@ -184,7 +184,10 @@ class Bell:
 
     def _comes(self) -> bool:
         if self.blocks:
-            self._store.wait([self._key], _WITHOUT_END)
+            try:
+                self._store.wait([self._key], _WITHOUT_END)
+            except DistStoreError:  # nobody has rung for so long
+                return False
             return True
         self._closed.wait(self._pause)
         return not self._closed.is_set() and self._store.check([self._key])

@@ -22,6 +22,7 @@ from zeroshard.errors import Error
 from zeroshard.failures.positions import ON_WATCH
 
 T = TypeVar("T")
+_GONE = "the store of the process group is gone"
 
 
 class Silent(Error, RuntimeError):
@@ -83,10 +84,10 @@ class StoreLine:
         Raises:
             Silent: there was no result within `patience` seconds, or the store is gone (`Closed`).
         """
-        if self.gone:
-            raise Closed("the store of the process group is gone")
         future: Future[T] = Future()
         self._jobs.put((job, future))
+        if self.gone:  # only now: it may end while the job is queued
+            self._refuse_all()
         try:
             return future.result(patience)
         except TimeoutError:
@@ -144,6 +145,14 @@ class StoreLine:
                 future.set_exception(error)
             if job is self._last:  # here, not by a further job: a beat may be due already
                 return
+        self._refuse_all()
+
+    def _refuse_all(self) -> None:
+        """The store is gone: whoever waits for a queued job need not wait on."""
+        with suppress(queue.Empty):
+            while True:
+                if entry := self._jobs.get_nowait():
+                    entry[1].set_exception(Closed(_GONE))
 
     def _do(self, job: Callable[[Store], T]) -> T:
         try:
@@ -154,4 +163,4 @@ class StoreLine:
             if error is not self._store.error:
                 raise
             self.gone = True
-            raise Closed("the store of the process group is gone") from error
+            raise Closed(_GONE) from error
