@@ -70,6 +70,16 @@ def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
     assert time.monotonic() - start < AT_ONCE
 
 
+def test_an_error_may_name_any_file() -> None:
+    """The name of a file may be no Unicode. The rank was said to have ended without an error."""
+
+    def run(rank: int) -> None:
+        raise ValueError(os.fsdecode(b"no file \xff"))
+
+    with pytest.raises(RankError, match=r"ValueError: no file \\udcff"):
+        run_ranks(run, 1)
+
+
 def test_a_rank_that_is_killed_is_reported() -> None:
     def run(rank: int) -> None:
         store = dist.distributed_c10d._get_default_store()

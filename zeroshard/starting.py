@@ -30,8 +30,10 @@ def begun() -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     # No exception: a library that is being imported would turn it into one of its own.
-    os.write(2, b"\ninterrupted\n")  # the terminal has printed ^C
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, b"\ninterrupted\n")  # the terminal has printed ^C
+    finally:  # nobody may read it any longer
+        os._exit(INTERRUPTED)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -118,7 +118,7 @@ def _rank_main(
         _leave_together(all_done, done)
         status = 0
     except BaseException:
-        _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode())
+        _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         try:
             watch.stop()

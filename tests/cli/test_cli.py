@@ -176,6 +176,17 @@ def test_control_c_during_imports(
     assert (done.returncode, done.stdout, done.stderr) == expected
 
 
+def test_control_c_ends_a_command_whose_output_nobody_reads() -> None:
+    """As behind `2>&1 | head`. It raised, in whatever was being imported."""
+    if (child := os.fork()) == 0:
+        try:
+            os.close(2)
+            starting._leave(signal.SIGINT, None)
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == starting.INTERRUPTED
+
+
 def test_a_system_that_is_not_posix_is_told_what_to_do() -> None:
     """As on Windows, whose Python has no module `resource`."""
     program = "import os, sys; os.name = sys.argv[1]; import zeroshard; print(zeroshard.__version__)"

@@ -240,6 +240,38 @@ def test_an_uncaught_error_of_another_thread_ends_none() -> None:
     assert "exits because" not in ended.said
 
 
+def rank_that_nobody_reads(rank: int, mark: Callable[[], Any]) -> None:
+    """As behind `2>&1 | head`, or in a terminal that has been closed. Rank 1 stays until its watch ends it."""
+    zeroshard.init()
+    if rank == 1:
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stderr = open(writer, "w", buffering=1)  # noqa: SIM115
+        mark()
+        with pytest.raises(BrokenPipeError):  # of the traceback
+            zeroshard.abort(Injected("no such file: data/7"))
+        sys.stderr = sys.__stderr__
+    wait_until(lambda: False)
+
+
+def test_a_rank_whose_output_nobody_reads_tells_the_others() -> None:
+    """It raised in its first line, and no other rank could announce the failure in its place: all waited on."""
+    ended = Ranks(rank_that_nobody_reads, 2).finish(AT_ONCE)
+    assert ended.statuses == [1, 1], ended
+    assert "rank 0 exits because rank 1 failed: " in ended.said and "data/7" in ended.said, ended
+
+
+def test_the_exit_status_tells_of_a_failure_also_if_stdout_is_closed() -> None:
+    """It was 0 if a thread that trains had failed."""
+    if (child := os.fork()) == 0:
+        sys.stdout, watch._hooks.has_failed = None, True  # type: ignore[assignment]
+        try:
+            watch.at_exit()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
     """Rank 1 stays until its watch has looked at the others after their end."""
     zeroshard.init()

@@ -146,17 +146,21 @@ class Watch:
         if cause is None:
             found = lost.found if lost is not None else []
             if self._ask(partial(self._notices.claim, cause=mine), otherwise=True):
-                self._show_handled(own)
                 if found:
                     mine = Cause(self.rank, f"failed while waiting: {'; '.join(found)}")
-                    _print(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
-                elif show is not None:
-                    _print(f"rank {self.rank} of {self.world_size} failed first:")
-                if show is not None:
-                    show()
-                # Only after the traceback is printed: the other ranks exit on this, and when one process exits, a
-                # launcher kills the rest.
-                self._announce(mine)
+                try:
+                    self._show_handled(own)
+                    if found:
+                        _print(f"rank {self.rank} of {self.world_size} failed while waiting for another rank:", *found)
+                    elif show is not None:
+                        _print(f"rank {self.rank} of {self.world_size} failed first:")
+                    if show is not None:
+                        show()
+                finally:
+                    # Only after the traceback is printed: the other ranks exit on this, and when one process exits, a
+                    # launcher kills the rest. Also if nobody reads it any longer, which raises: no other rank may
+                    # announce what this one has claimed.
+                    self._announce(mine)
                 return
             cause = self._hear(patience=2 * BEAT_SECONDS)
         if show is not None:
@@ -424,5 +428,6 @@ def _address(store: Any) -> str:
 
 
 def _print(*lines: str) -> None:
-    for line in lines:
-        print(f"zeroshard: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads it any longer, or it has been closed
+        for line in lines:
+            print(f"zeroshard: {line}", file=sys.stderr, flush=True)

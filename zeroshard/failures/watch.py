@@ -19,7 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -81,7 +81,8 @@ def at_exit() -> None:
     stop()
     if _hooks.has_failed:
         # The main thread has ended as usual, with status 0: a launcher would take the run for done.
-        sys.stdout.flush(), sys.stderr.flush()
+        with suppress(Exception):  # they may be closed, or nobody reads them any longer
+            sys.stdout.flush(), sys.stderr.flush()
         os._exit(FAILED)
 
 
