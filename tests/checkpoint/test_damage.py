@@ -189,6 +189,21 @@ def test_truncated_files_are_found(saved: Path, tmp_path: Path) -> None:
     assert bad == []
 
 
+def test_a_file_that_was_refused_is_refused_again(saved: Path, tmp_path: Path) -> None:
+    """Whoever went on with the same reader was given the values: the file was open, so its size and header were not
+    checked again."""
+    step = copied(saved, tmp_path) / "step-2"
+    path = step / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1  # in the header
+    path.write_bytes(data)
+    with zeroshard.checkpoint.Reader(step) as opened:
+        name = next(name for name, entry in opened.manifest.tensors.items() if entry.runs and entry.runs[0].file == 0)
+        for _ in range(2):
+            with pytest.raises(zeroshard.CheckpointError, match="its header has another digest"):
+                opened.tensor(name)
+
+
 def test_files_swapped_between_steps_are_found(saved: Path, tmp_path: Path) -> None:
     directory, bad, trials = copied(saved, tmp_path), [], 0
     for _ in range(34 if FULL else 1):

@@ -94,6 +94,21 @@ def test_the_latest_is_the_one_saved_last(tmp_path: Path) -> None:
         find(tmp_path / "nowhere", None)
 
 
+def test_what_is_no_file_latest_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while it was read was no CheckpointError (over NFS: another host has just replaced it)."""
+    save_steps(tmp_path, [1])
+    path = tmp_path / LATEST
+    with monkeypatch.context() as patched:
+        for name in ("read", "preadv"):
+            patched.setattr(os, name, lambda *args: os.stat(path / "stale"))
+        with pytest.raises(zeroshard.CheckpointError, match=f"{LATEST} cannot be read: .*Not a directory"):
+            latest(tmp_path)
+    for size in (0, 10**4, 10**7):
+        path.write_bytes(b"x" * size)
+        with pytest.raises(zeroshard.CheckpointError, match=f"{LATEST} (is damaged; remove it|has {size} bytes)"):
+            latest(tmp_path)
+
+
 def test_a_latest_step_without_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
     """`find` silently took an older step, from which a run would have continued."""
     save_steps(tmp_path, [3, 6, 12, 9])
@@ -122,7 +137,7 @@ def test_a_damaged_step_does_not_push_out_a_good_one(tmp_path: Path, monkeypatch
     seen: list[str] = []
 
     def noted(path: Path, limit: int) -> bytes:
-        seen.append(path.parent.name)
+        seen.extend([path.parent.name] * (path.name != LATEST))
         return path.read_bytes()
 
     monkeypatch.setattr(folders, "read_whole", noted)

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zeroshard.io.tensor_file import fill as fill
-from zeroshard.io.tensor_file import open_plain as open_plain
 from zeroshard.layout.interval import round_up
 
 

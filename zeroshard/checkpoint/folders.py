@@ -15,13 +15,14 @@ import secrets
 import socket
 from pathlib import Path
 
-from zeroshard.checkpoint import files
 from zeroshard.checkpoint.index import digest_of
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, CheckpointError, unpacked
 from zeroshard.errors import InvalidValue
+from zeroshard.io.checked import checking
 from zeroshard.io.tensor_file import read_whole
 
 LATEST = "latest"
+_LARGEST_LATEST = 1 << 20
 ON_SHARED_FILES = "checkpoints need a folder on a file system that all machines share"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,14})(?:\.old-[0-9a-f]+)?")
 
@@ -157,19 +158,14 @@ def latest(directory: Path) -> int | None:
     """The step that the file `latest` names; None if there is no such file.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: the file is damaged, or cannot be read.
     """
     path = directory / LATEST
-    try:
-        file = files.open_plain(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    try:
-        data = os.read(file, 200)
-    finally:
-        os.close(file)
+    with checking(path):
+        try:
+            data = read_whole(path, _LARGEST_LATEST)
+        except FileNotFoundError:
+            return None
     match = re.fullmatch(rb"(step-([0-9]{1,15})) ([0-9a-f]{32})\n", data)
     if not match or digest_of(match[1]).encode() != match[3]:
         raise CheckpointError(f"{path} is damaged; remove it, or name one of the steps {list(steps(directory))}")

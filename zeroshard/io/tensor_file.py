@@ -195,8 +195,13 @@ class OpenFiles:
         if path not in self._open:
             while len(self._open) >= MAX_OPEN_FILES:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[path] = open_plain(path)
-            check(self._open[path])
+            file = open_plain(path)
+            try:
+                check(file)
+            except BaseException:
+                os.close(file)
+                raise
+            self._open[path] = file
         return self._open[path]
 
 
