@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
 import shutil
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,27 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
         with pytest.raises(zeroshard.CheckpointError, match=r"rank 1: OSError: .*File too large"):
             zeroshard.save(tmp_path, handle, step=1)
         assert os.listdir(tmp_path) == []
+
+    run_ranks(check, 2)
+
+
+def test_a_file_system_without_fsync_of_folders(tmp_path: Path) -> None:
+    """Some have none (folders of a host in its virtual machine), and no step was saved there."""
+
+    def check(rank: int) -> None:
+        sync = files.sync
+
+        def of_files(file: int) -> None:
+            if stat.S_ISDIR(os.fstat(file).st_mode):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            sync(file)
+
+        files.sync = of_files
+        handle = zeroshard.shard(nn.Linear(2, 2), "zero1")
+        for step in (1, 2, 2):
+            zeroshard.save(tmp_path / "new" / "steps", handle, step=step)
+        if rank == 0:
+            assert zeroshard.prune(tmp_path / "new" / "steps") == [1]
 
     run_ranks(check, 2)
 
