@@ -272,6 +272,45 @@ def test_the_exit_status_tells_of_a_failure_also_if_stdout_is_closed() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def rank_that_joins_again(rank: int, mark: Callable[[], Any], *, by_thread: bool) -> None:
+    zeroshard.init()
+    watch.wait_for_all()
+    watch.stop()
+    group = torch.distributed.group.WORLD
+    store = torch.distributed.PrefixStore("again", torch.distributed.distributed_c10d._get_default_store())
+    torch.distributed.destroy_process_group(group)
+    for module in (sys, threading):  # as torch does, and libraries that report errors
+
+        def of_library(*ended: Any, there: Callable[..., Any] = module.excepthook) -> None:
+            there(*ended)
+
+        module.excepthook = of_library
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    zeroshard.init()
+
+    def fail() -> None:
+        zeroshard.shard(torch.nn.Linear(1, 1), "ddp")
+        if rank == 1:
+            mark()
+            raise Injected("no such file: data/7")
+        wait_until(lambda: False)
+
+    if by_thread:
+        worker = threading.Thread(target=fail, daemon=True)
+        worker.start()
+        worker.join()
+    else:
+        fail()
+
+
+@pytest.mark.parametrize("by_thread", [False, True])
+def test_a_rank_that_has_joined_twice_shows_its_error(by_thread: bool) -> None:
+    """Its traceback was missing: the hooks for uncaught errors called each other. Without a watch, they did not end."""
+    ended = Ranks(partial(rank_that_joins_again, by_thread=by_thread), 2).finish()
+    assert ended.statuses == [1, 1] and ended.said.count("Injected: no such file: data/7\n") == 2, ended
+    assert "Traceback" in ended.said and "rank 0 exits because rank 1 failed" in ended.said, ended
+
+
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:
     """Rank 1 stays until its watch has looked at the others after their end."""
     zeroshard.init()

@@ -165,30 +165,42 @@ class _Hooks:
 
     def __init__(self) -> None:
         self.has_failed = False
-        self._of_main: Callable[..., Any] = sys.__excepthook__
-        self._of_thread: Callable[..., Any] = threading.__excepthook__
+        self._reports: BaseException | None = None
 
     def install(self) -> None:
-        if sys.excepthook != self._main_ended:
-            self._of_main, sys.excepthook = sys.excepthook, self._main_ended
-        if threading.excepthook != self._thread_ended:
-            self._of_thread, threading.excepthook = threading.excepthook, self._thread_ended
+        hooks: tuple[tuple[Any, Callable[..., None]], ...] = (sys, self._main_ended), (threading, self._thread_ended)
+        for module, ended in hooks:
+            there = module.excepthook
+            if getattr(there, "func", None) != ended:
+                # The hook that was there belongs to this one, not to `self`: it may call that of an earlier `install`
+                # (torch installs one with each process group), which must not call it in turn.
+                module.excepthook = partial(ended, there)
 
-    def _main_ended(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show = partial(self._of_main, kind, error, trace)
-        if (watch := current()) is None:
+    def _main_ended(
+        self, there: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._report(error, partial(there, kind, error, trace))
+
+    def _thread_ended(self, there: Callable[..., Any], ended: Any) -> None:
+        error, show = ended.exc_value, partial(there, ended)
+        if error is None or isinstance(error, SystemExit) or HERE.thread != threading.get_ident():
             show()
-        else:
-            watch.report(error, show)
-
-    def _thread_ended(self, ended: Any) -> None:
-        watch, error = current(), ended.exc_value
-        if watch is None or error is None or isinstance(error, SystemExit) or HERE.thread != threading.get_ident():
-            self._of_thread(ended)
-        else:
+        elif (watch := self._report(error, show)) is not None:
             self.has_failed = True
-            watch.report(error, partial(self._of_thread, ended))
             watch.leave(error)
+
+    def _report(self, error: BaseException, show: Callable[[], Any]) -> Watch | None:
+        """Returns the watch that has reported it; None: there is none, or a hook that it has called calls this one."""
+        watch = current()
+        if watch is None or self._reports is error:
+            show()
+            return None
+        self._reports = error
+        try:
+            watch.report(error, show)
+        finally:
+            self._reports = None
+        return watch
 
 
 _hooks = _Hooks()
