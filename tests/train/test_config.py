@@ -154,6 +154,17 @@ def test_a_file_is_written_whole_or_stays(tmp_path: Path, monkeypatch: pytest.Mo
     assert path.read_bytes() == b"one" and {*tmp_path.iterdir()} == {path, link}
 
 
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure, the lines of metrics that a resumed run had kept could be an empty file."""
+    synced: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, os.fstat(file).st_size)))
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (synced.append((-1, 0)), replace(a, b)))
+    write_together({tmp_path / "a": "one", tmp_path / "b": "other"})
+    files = [(path.stat().st_ino, path.stat().st_size) for path in (tmp_path / "a", tmp_path / "b")]
+    assert synced == [*files, (-1, 0), (-1, 0)] and [size for _, size in files] == [3, 5]
+
+
 def test_every_field_has_help() -> None:
     assert [name for name, info in fields() if not info.description] == []
 

@@ -26,6 +26,8 @@ def write_together(texts: Mapping[Path, str]) -> None:
                 target = Path(os.path.realpath(path))
                 partial[path] = target.with_name(f".{target.name}.tmp-{os.getpid()}")
                 partial[path].write_text(text, encoding="utf-8")
+                with open(partial[path], "rb") as file:
+                    os.fsync(file.fileno())  # before the rename: else a power failure may leave an empty file
         for path, written in partial.items():
             with naming(path):
                 os.replace(written, os.path.realpath(path))
