@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import threading
 import time
 from pathlib import Path
@@ -21,9 +22,10 @@ from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.failures.blame import Seen, blame
+from zeroshard.failures.found import stopped_of_this_job
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.peers import Peers
-from zeroshard.failures.processes import Who, _stat
+from zeroshard.failures.processes import Who, _stat, is_stopped
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
 
 TIMEOUT = 5.0
@@ -154,6 +156,21 @@ def test_a_process_with_any_name_is_found() -> None:
         assert Who.this().started > 0 and Who.this().state == "runs"
     finally:
         mine.write_bytes(before)
+
+
+def test_a_process_that_cannot_be_looked_at_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this one has as many files open as it may: it reported its neighbours as dead, and all ended."""
+    me, other, limit = Who.this(), Who.of_process(os.getppid()), resource.getrlimit(resource.RLIMIT_NOFILE)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        assert other.state == "runs" and other.is_neighbour_of(me) and not is_stopped(other.pid)
+        assert stopped_of_this_job() == {}  # it raised, and the process was not ended any more
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:

@@ -114,7 +114,9 @@ def _sockets() -> Iterator[_Socket]:
 
 def _processes(is_one: Callable[[int], bool]) -> Iterator[Who]:
     """In the order of their numbers."""
-    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    names: list[str] = []
+    with suppress(OSError):  # there is no /proc, or no descriptor left
+        names = os.listdir("/proc")
     for pid in sorted(int(name) for name in names if name.isdecimal()):
         with suppress(OSError):  # it has ended, or is of another user
             if is_one(pid):

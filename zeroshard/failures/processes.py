@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+_UNKNOWN = "?"
+
 
 class Who(NamedTuple):
     """A rank's process.
@@ -50,6 +52,8 @@ class Who(NamedTuple):
     def state(self) -> str:
         """The state of a neighbour: "runs", "stopped" (by a signal) or "ended"."""
         letter, started = _stat(self.pid)
+        if letter == _UNKNOWN:
+            return "runs"
         if letter in "ZX" or started != self.started:
             return "ended"
         return "stopped" if letter in "Tt" else "runs"
@@ -61,15 +65,18 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process; ("X", 0) if there is no such process."""
+    """State letter and start time of a process; ("X", 0) if there is no such process, (_UNKNOWN, 0) if this process
+    cannot look: it may have no descriptor left at this moment."""
     try:
         # Bytes: the system cuts the program's name off after 15 of them, also in the middle of a character.
         with open(f"/proc/{pid}/stat", "rb") as file:
             # Split after the last ")": the program's name, in parentheses, may itself contain spaces and ")" (proc(5)).
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[19])
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, ProcessLookupError):
         return "X", 0
+    except (OSError, IndexError, ValueError):
+        return _UNKNOWN, 0
 
 
 def _host() -> str:
