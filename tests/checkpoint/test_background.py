@@ -20,6 +20,7 @@ from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import files, meeting
 from zeroshard.checkpoint.folders import steps
+from zeroshard.checkpoint.save import Saving
 from zeroshard.checkpoint.writer import Item
 from zeroshard.testing import run_ranks
 
@@ -189,6 +190,19 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
         message = "a save in the background failed: step 4 was not saved: rank 1: OSError: the disk is gone"
         assert [message in error for error in errors] == [True, True], errors
         assert os.listdir(tmp_path / "steps") == []
+
+
+def test_the_exit_status_tells_of_a_save_that_was_interrupted(capfd: pytest.CaptureFixture[str]) -> None:
+    """Control-C while the interpreter waited for the save: it ended with status 0, without the step."""
+    if (child := os.fork()) == 0:
+        try:
+            saving = Saving(7, threading.Event().wait)  # type: ignore[arg-type]
+            saving.start(background=True)
+            saving._at_exit()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert "a save in the background failed: step 7 was not saved: it was interrupted" in capfd.readouterr().err
 
 
 def test_a_silent_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,9 +107,11 @@ class Saving:
 
     def _at_exit(self) -> None:
         """At exit without a `wait`: if the save has failed, end the process with an exit status of 1."""
-        if self._error is not None:
+        # After a Control-C at the end of the program the interpreter does not wait for the thread.
+        if self._error is not None or not self.done:
+            why = self._error or f"step {self.step} was not saved: it was interrupted"
             with suppress(Exception):
-                print(f"zeroshard: a save in the background failed: {self._error}", file=sys.stderr)
+                print(f"zeroshard: a save in the background failed: {why}", file=sys.stderr)
                 sys.stdout.flush(), sys.stderr.flush()
             # sys.exit is ignored in an atexit handler: the exit status would be 0.
             os._exit(1)
