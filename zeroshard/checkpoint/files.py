@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -124,8 +125,6 @@ def remove_folder(path: Path) -> None:
 def lock_folder(path: Path) -> int | None:
     """A descriptor that locks the folder until `unlock`, or until the process ends; None if another process has locked
     it."""
-    import fcntl  # not on every platform that imports zeroshard
-
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         # The system releases this lock however the process ends; a lock file would survive a kill.
@@ -140,8 +139,6 @@ def lock_folder(path: Path) -> int | None:
 
 def unlock(file: int) -> None:
     """Give back the lock of `lock_folder`, and close the descriptor."""
-    import fcntl
-
     with suppress(OSError):  # a file system without locks
         # A close alone gives it back only when a worker that was forked meanwhile (a DataLoader's) has ended, too.
         fcntl.flock(file, fcntl.LOCK_UN)
