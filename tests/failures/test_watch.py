@@ -26,6 +26,7 @@ from tests.failures.common import FULL, SEED, Ended, Ranks, finish_all, wait_unt
 from tests.forked import Forked, LastOfTwoAnInterpreter
 from tests.patience import AT_ONCE, wait_until
 from zeroshard.failures import watch
+from zeroshard.testing import run_ranks
 
 Place = Literal["data", "forward", "backward", "step", "save", "load"]
 Way = Literal["raises", "lingers", "dies"]
@@ -309,6 +310,27 @@ def test_a_rank_that_has_joined_twice_shows_its_error(by_thread: bool) -> None:
     ended = Ranks(partial(rank_that_joins_again, by_thread=by_thread), 2).finish()
     assert ended.statuses == [1, 1] and ended.said.count("Injected: no such file: data/7\n") == 2, ended
     assert "Traceback" in ended.said and "rank 0 exits because rank 1 failed" in ended.said, ended
+
+
+def test_a_forked_copy_of_a_rank_does_not_ask_the_watch_of_its_parent() -> None:
+    """Its threads are not there: the copy waited for five seconds, and then blamed the store."""
+
+    def check(rank: int) -> None:
+        zeroshard.init()
+        watch.wait_for_all()
+        if (child := os.fork()) == 0:
+            error, status = RuntimeError("connection closed"), 1
+            try:
+                zeroshard.abort(error, quiet=True)
+                watch.wait_for_all()
+                status = int(watch.explain(error) is not None or hasattr(error, "__notes__"))
+                watch.stop()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        watch.wait_for_all()
+
+    run_ranks(check, 2)
 
 
 def leaving_rank(rank: int, mark: Callable[[], Any]) -> None:

@@ -105,8 +105,7 @@ class Watch:
 
     def close(self) -> None:
         """End the watch of a rank whose work is done."""
-        # A forked worker inherits this object and must not close its parent's (see [Note: forked workers]).
-        if self._ending.is_set() or os.getpid() != self.pid:
+        if self._ending.is_set():
             return
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
@@ -135,7 +134,7 @@ class Watch:
     def report(self, error: BaseException, show: Callable[[], None] | None) -> None:
         """This rank cannot go on: tell the other ranks, which then leave. `show` prints the error: before the others
         are told, if this rank is the first to fail; not at all, if the error only follows from the first failure."""
-        if self._reported or os.getpid() != self.pid:
+        if self._reported:
             return
         self._reported = True
         mine = Cause(self.rank, f"failed: {in_one_line(error)}")

@@ -49,7 +49,7 @@ def start() -> None:
     """Start the watch over the ranks of the default process group. No effect in a world of one rank, or if it runs."""
     global _current
     store = _get_default_store()
-    if _current is not None and _current.of_store is store and _current.pid == os.getpid():
+    if (watch := current()) is not None and watch.of_store is store:
         return
     stop()
     backends = backends_of(group := dist.distributed_c10d._get_default_group())
@@ -71,7 +71,7 @@ def current() -> Watch | None:
 def stop() -> None:
     """End the watch of this process, and tell the other ranks that its work is done. Runs at exit by itself."""
     global _current
-    watch, _current = _current, None
+    watch, _current = current(), None
     if watch is not None:
         watch.close()
 
@@ -89,8 +89,8 @@ def at_exit() -> None:
 def abort(error: BaseException, *, quiet: bool = False) -> None:
     """Tell the other ranks that this one cannot go on: all ranks exit within seconds. An uncaught error does the same;
     call this where you catch an error and the rank gives up. Prints the traceback, unless `quiet`."""
-    if _current is not None:
-        _current.report(error, None if quiet else partial(traceback.print_exception, error))
+    if (watch := current()) is not None:
+        watch.report(error, None if quiet else partial(traceback.print_exception, error))
 
 
 def explain(error: BaseException) -> LostPeer | None:
@@ -98,11 +98,11 @@ def explain(error: BaseException) -> LostPeer | None:
     rank has no watch (a note then tells how to have one), or the error is its own."""
     if isinstance(error, LostPeer) or not is_of_others(error):
         return None
-    if _current is None:
-        if NO_WATCH not in getattr(error, "__notes__", ()):
-            error.add_note(NO_WATCH)
-        return None
-    return _current.lost_in_wait(error)
+    if (watch := current()) is not None:
+        return watch.lost_in_wait(error)
+    if _current is None and NO_WATCH not in getattr(error, "__notes__", ()):
+        error.add_note(NO_WATCH)
+    return None
 
 
 def attended(store: Store) -> Attended:
