@@ -227,6 +227,9 @@ def test_what_is_no_value_is_refused() -> None:
     for value in (object(), 1j, b"x", lambda: 0, {(1, 2): 3}, [torch.nn.Linear(1, 1)], torch.eye(2).to_sparse()):
         with pytest.raises(ValueError, match="x"):
             encode(value, lambda tensor: "", "x")
+    for key in (math.inf, math.nan):  # JSON has none, and said so without a word of where they are
+        with pytest.raises(ValueError, match=r"x\['a'\] has keys that are neither texts nor finite numbers"):
+            encode({"a": {key: 1, 2.5: 2}}, lambda tensor: "", "x")
 
 
 class Keeps:

@@ -60,8 +60,8 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
         return {"$dtype": str(value)}
     if isinstance(value, dict):
         items = [[without_numpy(key), encode(item, store, f"{where}[{key!r}]")] for key, item in value.items()]
-        if any(not isinstance(key, (str, int, float, bool, type(None))) for key, _ in items):
-            raise InvalidValue(f"{where} has keys that are neither texts nor numbers")
+        if not all(_can_be_key(key) for key, _ in items):
+            raise InvalidValue(f"{where} has keys that are neither texts nor finite numbers")
         if isinstance(value, Counter):
             return {"$counter": items}
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in items):
@@ -79,6 +79,10 @@ def encode(value: Any, store: Callable[[Tensor], str], where: str) -> Any:
         f"{where} is of type {type(value).__name__}: a checkpoint holds numbers, texts, lists, tuples, sets, dicts, "
         "dtypes and tensors; let the state_dict(), or the param group, hold these"
     )
+
+
+def _can_be_key(value: object) -> bool:
+    return math.isfinite(value) if isinstance(value, float) else isinstance(value, (str, int, type(None)))
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
