@@ -73,21 +73,25 @@ def write_new(path: Path, data: bytes) -> None:
 
 def make_folders(path: Path) -> None:
     """Make the folder and missing parents; each is durable when this returns. No effect if it exists."""
-    if not path.is_dir():
-        make_folders(path.parent)
+    for one in reversed(_missing(path)):
         try:
-            make_folder(path)
+            make_folder(one)
         except FileExistsError:  # another process has made it in the meantime
-            if not path.is_dir():
+            if not one.is_dir():
                 raise
-        sync_folder(path.parent)
+        sync_folder(one.parent)
+
+
+def _missing(path: Path) -> list[Path]:
+    """The folder and its parents, as far as they do not exist."""
+    return [one for one in (path, *path.parents) if not one.is_dir()]
 
 
 @contextmanager
 def made(folder: Path) -> Iterator[None]:
     """A block that fills a folder, which is made with missing parents. If the block raises, those of them that are
     empty are removed again."""
-    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    missing = _missing(folder)
     try:
         make_folders(folder)
         yield
