@@ -332,6 +332,9 @@ def test_files_of_torch_save_are_named_as_such(tmp_path: Path) -> None:
                 import_model(source, tmp_path / "run", step=1)
         save_file({"w": torch.ones(3)}, folder / "model.safetensors")  # many models have both
         import_model(folder, tmp_path / "run", step=number)
+    (tmp_path / "model.py").write_text("import torch\n")
+    with pytest.raises(zeroshard.CheckpointError, match=r"model\.py is no safetensors file: its first 8 bytes say"):
+        import_model(tmp_path / "model.py", tmp_path / "run", step=2)
 
 
 def test_links_are_followed_only_when_asked(tmp_path: Path) -> None:

@@ -119,8 +119,36 @@ def test_ranks_that_compute_with_other_kernels_are_told_so(other: str) -> None:
             return until_it_raises(rank, PLANS[0], write)[1]
 
     for text in run_ranks(run, 2):
-        assert ("does not arrive as it was" in text) == (not other)
+        assert ("data are damaged" in text) == (not other)
         assert ("which may round differently: use a plan" in text and f"rank 1 with {other}" in text) == bool(other)
+
+
+class Codebook(nn.Linear):
+    """Its first forward in training sets its weights from the batch, as k-means does for a codebook."""
+
+    is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.weight.data.copy_(x[:4])
+            self.is_set = True
+        return super().forward(x)
+
+
+def test_weights_that_each_rank_sets_from_its_first_batch() -> None:
+    """The message asked for writes of the user alone, and said nothing of modules that set their own weights."""
+
+    def run(rank: int) -> str:
+        torch.manual_seed(0)
+        handle = zeroshard.shard(Codebook(4, 4), "zero1")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
+        handle.model(torch.full((4, 4), 1.0 + rank)).sum().backward()
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+    for told in run_ranks(run, 2):
+        assert "the ranks have diverged" in told and "call the model once before shard()" in told
 
 
 def test_nan_is_like_nan_and_whoever_does_the_same_does_not_differ() -> None:

@@ -239,7 +239,9 @@ def test_methods_in_place_of_forward() -> None:
             handle.close()
             assert "forward_features" not in vars(model)  # the class's method again
         unregistered = make(Featured)  # the negative control
-        zeroshard.shard(unregistered, "zero3", units=Block)
+        handle = zeroshard.shard(unregistered, "zero3", units=Block)
+        with pytest.raises(TypeError, match=r"takes a module and the name of its method, found 'blocks\.0'"):
+            handle.register_forward_method("blocks.0", "features")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):
             by_method(unregistered, rank, 0, 0, 1)
         return results

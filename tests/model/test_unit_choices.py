@@ -145,10 +145,12 @@ def test_bad_groups(rank: int) -> None:
         ([("norm", nn.Linear(1, 1))], "a Linear in a group is no module inside Net"),
         ([Block, ()], "a group without modules"),
         ([("norm", "head"), ("head", "embed")], "head is in two groups"),
-        ([Block, "norm"], "no module of a class 'norm'"),
+        ([Block, "norm"], r"no module of a class 'norm'.* To name a module, and not its class: units=\[\('norm',\)\]"),
     ):
         with pytest.raises(ValueError, match=told):
             zeroshard.shard(make(THREE), "zero3", units=wrong)
+    with pytest.raises(ValueError, match=r"To name a module"):  # it was taken for a number of bytes
+        zeroshard.shard(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), "zero3", units=["1"])
     for keep, told in (
         (["blocks.7"], r"'blocks\.7' matches no unit; units are"),
         ([nn.LayerNorm], "matches no unit"),

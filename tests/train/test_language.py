@@ -13,6 +13,7 @@ from torch import nn
 from tests.late import once
 from tests.train.test_loop import equal_states, losses, rows, tiny, train_in_turn
 from zeroshard.cli.models import describe
+from zeroshard.integrations.causal_lm import read_config
 from zeroshard.testing import run_ranks
 from zeroshard.train.config import Config, ModelConfig, UserError, resolve
 from zeroshard.train.data import open_corpus, prepare
@@ -128,3 +129,17 @@ def test_it_is_planned_and_refused_before_anything_runs(sources: Path, shared_te
         (other / "config.json").write_text(content)
         with pytest.raises(UserError, match=message or "is no causal language model"):
             build_language(config.model.model_copy(update={"config": str(other), "context": 8}), 1)
+
+
+def test_a_package_that_cannot_be_imported_is_no_fault_of_the_config(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a torchvision that does not fit torch, transformers reads no configuration. It said "not a config"."""
+    transformers = pytest.importorskip("transformers")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"transformers cannot import what .*config\.json needs: ModuleNotFoundError"):
+        read_config(sources)

@@ -239,6 +239,11 @@ def export(path: Path, out: Path, step: int | None, kind: str, dtype: str, max_f
         files = exchange.export_dcp(folder, out, optimizer=not no_optimizer, dtype=cast, force=force, **keys)
     for file in files:
         say(f"{file}: {file.stat().st_size:,} bytes")
+    if kind == "safetensors" and not copies:
+        with Reader(folder) as reader:
+            tied = ", ".join(sorted(reader.manifest.tied))
+        if tied:
+            say(printable(f"tied to others, and written once (--copies writes each name): {tied}"))
 
 
 @click.command("import", cls=Command)
@@ -279,7 +284,7 @@ def import_(source: Path, directory: Path, step: int, allow_pickle: bool, optimi
         done = exchange.import_model(source, directory, step=step, force=force, follow_links=follow_links)
     with Reader(done.path) as reader:
         kinds = Counter(name.split("/")[0] for name in reader.manifest.tensors)
-    say(f"{done.path}: {printable(', '.join(f'{count} {kind}' for kind, count in kinds.items()))}")
+    say(f"{done.path}: tensors: {printable(', '.join(f'{count} {kind}' for kind, count in kinds.items()))}")
     if done.left_out:
         more = f" and {len(done.left_out) - 10} more" if len(done.left_out) > 10 else ""
         say(printable(f"left out: {', '.join(done.left_out[:10])}{more}"))

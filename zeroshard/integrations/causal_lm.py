@@ -31,12 +31,16 @@ def read_config(path: Path) -> Any:
     library: Any = transformers  # its classes are not typed
     try:
         return library.AutoConfig.from_pretrained(path, local_files_only=True)
+    except ImportError as error:
+        raise InvalidValue(f"transformers cannot import what {path} needs: {_reason(error)}") from error
     except Exception as error:  # each kind of wrong value has a class of its own
-        first, *others = [*str(error).splitlines(), ""]
-        reason = f"{first} {others[0].strip()}" if first.endswith(":") else first
-        raise InvalidValue(
-            f"{path} is not a config that transformers reads: {type(error).__name__}: {reason}"
-        ) from error
+        raise InvalidValue(f"{path} is not a config that transformers reads: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Its class, and its first line (and the second, where the first one announces it)."""
+    first, *others = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__}: " + (f"{first} {others[0].strip()}" if first.endswith(":") else first)
 
 
 def build(config: Any) -> nn.Module:

@@ -105,7 +105,7 @@ class TensorFile:
                 f"ends at byte {size}, and its header at {8 + length}: it has been cut off, or is no safetensors file"
             )
         if not 2 <= length <= MAX_HEADER_BYTES:
-            refuse(f"has {size} bytes, which cannot be with a header of {length}: it is no safetensors file")
+            refuse(f"is no safetensors file: its first 8 bytes say that the header has {length:,} bytes, of {size:,}")
         header = bytearray(length)
         fill(self._file, memoryview(header), 8)
         return _header(header, 8 + length, size)

@@ -428,10 +428,10 @@ def _classes_named(text: str, modules: Modules) -> list[type[nn.Module]]:
             known, model = _classes_in(modules), type(modules[""]).__name__
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name[:1].isdigit():
-                hint = ". A number of bytes is an int: units=64 * 2**20"
-            elif name in modules:
+            if name in modules:
                 hint = f". To name a module, and not its class: units=[({name!r},)]"
+            elif name[:1].isdigit():
+                hint = ". A number of bytes is an int: units=64 * 2**20"
             raise InvalidValue(
                 f"units={text!r}: {model} has no module of a class {name!r}; its modules are of the "
                 f"classes {', '.join(known) or '(none)'}{hint}"

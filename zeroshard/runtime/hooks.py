@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import InvalidType
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
 from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch, outside_graphs
@@ -114,6 +115,8 @@ class Hooks(NotCopied):
         Args:
             begin: called before the method, if the module is the whole model.
         """
+        if not isinstance(module, nn.Module):
+            raise InvalidType(f"register_forward_method takes a module and the name of its method, found {module!r}")
         needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
         method = getattr(module, name)
         before, inside = _before(self.schedule, needed, begin), _before(self.schedule, needed, None)

@@ -413,11 +413,12 @@ def _expect_same_samples(collectives: Collectives) -> None:
             f"rank 0 computes with {of_ranks[0]}, and rank {rank} with {of_ranks[rank]}, which may round differently: "
             "use a plan in which one rank updates each weight (zero1, in one dimension)"
             if of_ranks[0] != of_ranks[rank]
-            else "what is sent between the ranks does not arrive as it was"
+            else "data are damaged on their way between ranks"
         )
         raise InvalidState(
             f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
             "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
-            "`with handle.unsharded(write=True):`; statistics that are parameters, as in Keras, belong in shard(..., "
-            f"ignored=)), or does the optimizer draw random numbers? If not, {others}. Continue from a checkpoint"
+            "`with handle.unsharded(write=True):`), or by a module in its first forward, from the batch of each rank "
+            "(call the model once before shard())? Are they statistics, as in Keras (shard(..., ignored=))? Does the "
+            f"optimizer draw random numbers? If none of it, {others}. Continue from a checkpoint"
         )
