@@ -233,6 +233,8 @@ def test_a_precision_that_the_model_does_not_take_is_named_in_one_line(capsys: p
     named = ("--fit", "1GB", "--precision", "bf16")
     message = said(capsys, "plan", "tests.cli.test_plan_command:with_batch_norm", *named, code=2)
     assert "torch's batch norm takes no weights" in message
+    message = said(capsys, "plan", "tests.cli.test_plan_command:with_batch_norm", code=2)  # bf16 is the default
+    assert message.endswith("This command takes names of precisions: --precision fp32\n")
 
 
 def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from torch import nn
 
 from zeroshard.cli.compare import compare
 from zeroshard.cli.models import Described, describe
@@ -19,7 +20,7 @@ from zeroshard.cli.undisturbed import undisturbed
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
-from zeroshard.planning import MACHINES, Candidate, Configuration, Workload, fit
+from zeroshard.planning import MACHINES, Candidate, Configuration, Forecast, Workload, fit
 from zeroshard.planning import plan as plan_one
 from zeroshard.planning.fit import PRECISIONS, UNIT_BYTES, cheapest_first
 from zeroshard.planning.hints import MACHINE
@@ -102,7 +103,7 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
         else:
             kinds = itertools.product(several, options["precisions"] or ["bf16"], options["plans"])
             forecasts = [
-                plan_one(described.model, replace(one, plan=name, precision=precision))
+                _planned(described.model, replace(one, plan=name, precision=precision))
                 for one, precision, name in kinds
             ]
     if options["budget"]:
@@ -111,6 +112,15 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
         write_plan(facts_of(model, forecasts, options["machine"]), options["save"])
     show(forecasts, **options)
     return 0
+
+
+def _planned(model: nn.Module, configuration: Configuration) -> Forecast:
+    try:
+        return plan_one(model, configuration)
+    except InvalidValue as error:
+        if "batch norm" not in str(error):
+            raise
+        raise InvalidValue(f"{error}. This command takes names of precisions: --precision fp32") from None
 
 
 def _configurations(described: Described, **options: Any) -> Iterator[Configuration]:
