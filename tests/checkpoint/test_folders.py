@@ -444,6 +444,9 @@ def test_a_step_may_be_given_by_its_own_folder(tmp_path: Path) -> None:
         ]:
             with pytest.raises(zeroshard.CheckpointError, match=told):
                 zeroshard.load(path, handle, step=step)
+        for folder in (tmp_path / "weights.pt", tmp_path / "weights.pt" / "run"):  # it was "[Errno 17] File exists"
+            with pytest.raises(zeroshard.CheckpointError, match=r"weights\.pt is a file: expected a folder"):
+                zeroshard.save(folder, handle, step=3)
         dist.barrier()
         if rank == 0:
             (tmp_path / "step-2" / "manifest.json").unlink()

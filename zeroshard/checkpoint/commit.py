@@ -40,6 +40,7 @@ from zeroshard.checkpoint.meeting import Meeting, Stopped
 from zeroshard.checkpoint.writer import FilePlan, write_with_index
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import in_words
+from zeroshard.io import refused
 from zeroshard.io.checked import NotWritten
 from zeroshard.version import VERSION
 
@@ -164,11 +165,14 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Open
         sizes: for each rank: bytes of its file, of its index, and of its part of the manifest.
 
     Raises:
-        NotWritten: there is not enough space; the message has the numbers.
+        NotWritten: there is not enough space, or a file in the place of a folder; the message says which.
         CheckpointError: something else has the name of the step.
     """
     publishing.expect_no_other(directory, base.step)
-    files.make_folders(directory)
+    try:
+        files.make_folders(directory)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise NotWritten(refused.in_words(error)) from error
     pruning.sweep(directory)
     of_files = [size for num_bytes, index_bytes, _ in sizes for size in (num_bytes, index_bytes)]
     of_files.append(len(base.encode()) + sum(part for *_, part in sizes))

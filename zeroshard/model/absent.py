@@ -313,11 +313,10 @@ def not_here(name: str, unit: str) -> str:
     """The error message for an absent parameter: why, and what to write instead."""
     return (
         f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). Read it inside "
-        "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step "
-        "is that of a zeroshard.ShardedOptimizer, not of a plain one); move and cast a model before shard(). In a "
-        "forward, call the model, model(x), not model.forward(x); choose units= whose modules contain all uses of what "
-        "they own (name the transformer block), or register the method that is called in place of forward with "
-        "handle.register_forward_method"
+        "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step: "
+        "zeroshard.ShardedOptimizer); move and cast a model before shard(). In a forward: call model(x), not "
+        "model.forward(x); let units= name a block that contains all uses of it; or register the method that is called "
+        "in place of forward with handle.register_forward_method"
     )
 
 
