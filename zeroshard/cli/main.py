@@ -41,7 +41,7 @@ SHORT = {
 }
 
 ELSEWHERE = {
-    **dict.fromkeys(("batch-size", "global-batch-size", "train-batch-size"), "batch.sequences"),
+    **dict.fromkeys(("batch", "batch-size", "global-batch-size", "train-batch-size"), "batch.sequences"),
     **dict.fromkeys(("gradient-accumulation-steps", "accumulate"), "batch.micro_batches"),
     "learning-rate": "optimizer.lr",
     **dict.fromkeys(("epochs", "num-epochs", "max-steps", "num-train-epochs", "iters", "max-iters"), "steps"),
@@ -64,10 +64,11 @@ def run(arguments: list[str]) -> int:
     except click.NoSuchOption as error:
         elsewhere = ELSEWHERE.get(error.option_name.lstrip("-").replace("_", "-"))
         nearest = [f"--{elsewhere}"] if elsewhere and arguments[0] == "train" else []
-        nearest += difflib.get_close_matches(error.option_name, error.possibilities or [], n=1)
-        return _refuse(
-            f"unknown option {error.option_name}{f'; did you mean {nearest[0]}?' if nearest else ''}", arguments
-        )
+        near = {name.lstrip("-"): name for name in error.possibilities or []}  # the dashes make all options alike
+        nearest += [near[name] for name in difflib.get_close_matches(error.option_name.lstrip("-"), near, n=1)]
+        command = "zeroshard" if arguments[0].startswith("-") else f"zeroshard {arguments[0]}"
+        hint = f"did you mean {nearest[0]}?" if nearest else f"{command} --help lists them"
+        return _refuse(f"unknown option {error.option_name}; {hint}", arguments)
     except Damaged as error:
         _refuse(error.format_message(), arguments)
         return 1
