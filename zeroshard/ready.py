@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 
 import torch
@@ -112,6 +113,22 @@ def expect_apart(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, T
                 f"{name} and {other} have the same memory, and would be trained apart: tie weights by one parameter in "
                 "both places (b.weight = a.weight), which may be transposed in forward; or give one of them a copy"
             )
+
+
+def give_own_versions(parameters: Sequence[nn.Parameter]) -> None:
+    """Parameters that were made from views of one tensor (`nn.Parameter(fused[:n])`) share its version counter. A mark
+    that the engine sets on one of them would look like a write to the others, so each gets a counter of its own. One
+    that has hooks, a gradient or attributes, or that something else refers to, is left as it is."""
+    counters = torch._C._autograd._unsafe_set_version_counter
+    known, different = [one._version for one in parameters], range(len(parameters))
+    counters(tuple(parameters), tuple(different))
+    sharing = [one for one, number in zip(parameters, different, strict=True) if one._version != number]
+    counters(tuple(parameters), tuple(known))
+    for one in sharing:
+        has_hooks = one._backward_hooks or one._post_accumulate_grad_hooks
+        if type(one) is nn.Parameter and one.grad is None and not vars(one) and not has_hooks:
+            with suppress(RuntimeError):  # there are further references
+                torch.utils.swap_tensors(one, nn.Parameter(one.data, one.requires_grad))  # type: ignore[no-untyped-call]
 
 
 def expect_no_views(modules: Modules, parameters: Mapping[str, nn.Parameter]) -> None:

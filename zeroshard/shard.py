@@ -41,6 +41,7 @@ from zeroshard.ready import (
     expect_ready,
     expect_registered,
     expect_same_model,
+    give_own_versions,
 )
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.give_back import undo
@@ -111,6 +112,7 @@ def shard(
     options = _Options(units, precision, max_transient_bytes, materialize, values, ignored, keep_gathered)
     chosen = together(collectives, "shard", partial(_choose, modules, plan, options, collectives), words=_in_words)
     _expect_same(chosen, options, collectives)
+    give_own_versions([*chosen.parameters.values()])
     with many_files():
         handle = _build_or_undo(chosen, options, collectives, boundaries(options.units, modules))
         collectives.map_peers()

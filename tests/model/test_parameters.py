@@ -249,3 +249,26 @@ def test_a_parameter_that_comes_after_shard_is_refused_by_the_next_forward(rank:
             torch.func.functional_call(model, given, (torch.zeros(1, 2, dtype=torch.int64, device=DEVICE),))
         optimizer.backward(loss_of_tokens(model, rank, 0, 0))
         assert optimizer.step().applied
+
+
+@on_ranks(2)
+def test_parameters_made_from_views_of_one_tensor(rank: int) -> None:
+    """They share a version counter. Under ZERO3, in units of their own, a mark on one was taken for a write to the
+    others: "2.weight has been written to in a forward"."""
+    results = []
+    for plan in PLANS:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, device=DEVICE) for _ in range(3)))
+        for layer, part in zip(model, torch.randn(3 * WIDTH, WIDTH, device=DEVICE).chunk(3), strict=True):
+            layer.weight = nn.Parameter(part)
+        model[1].weight.requires_grad_(False)
+        known = [*model.parameters()]
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        assert all(one is other for one, other in zip(known, model.parameters(), strict=True))
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, foreach=False)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(2 * step + rank)
+            model(torch.randn(3, WIDTH, generator=generator).to(DEVICE)).square().mean().backward()
+            optimizer.step()
+        results.append(handle.full_state_dict())
+    assert all(same_bits(result, results[0]) for result in results)
