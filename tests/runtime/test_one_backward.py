@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.grids import EVERYTHING
@@ -34,19 +35,31 @@ class Layer(nn.Linear):
 
 class Layers(nn.Module):
     """`between`: called in the middle. `scaled`: whether the parameter of the root is used. `passed`: layers from this
-    number on return what they are given."""
+    number on return what they are given. `again`: the number of a layer in a reentrant checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.layers = nn.Parameter(torch.ones(6)), nn.ModuleList(Layer(6, 6) for _ in range(4))
 
     def forward(
-        self, x: Tensor, *left_out: int | None, between: Any = None, scaled: bool = True, passed: int = 4
+        self,
+        x: Tensor,
+        *left_out: int | None,
+        between: Any = None,
+        scaled: bool = True,
+        passed: int = 4,
+        again: int | None = None,
     ) -> Tensor:
         for number, layer in enumerate(self.layers):
             used = number not in left_out if number < passed else None
-            x = layer(x if between is None or number != 2 else between(x), used)
+            x = x if between is None or number != 2 else between(x)
+            x = checkpoint(layer, x, used, use_reentrant=True) if number == again else layer(x, used)
         return x * self.scale if scaled else x
+
+
+def leaf(x: Tensor) -> Tensor:
+    """With a gradient, which a reentrant checkpoint wants of an input."""
+    return x.clone().requires_grad_()
 
 
 def none_of(model: Any, x: Tensor, out: int | None, **options: Any) -> Tensor:
@@ -98,16 +111,20 @@ PASSED: dict[str, Any] = {
     "inside, passed on": lambda a, b, c, x, out: passed_on(lambda **how: a(x, between=partial(b, **how)), out, 0),
     "behind, passed on": lambda a, b, c, x, out: passed_on(lambda **how: b(a(x), **how), out, 0),
 }
+AGAIN: dict[str, Any] = {
+    "behind a checkpoint": lambda a, b, c, x, out: b(a(leaf(x), again=3, scaled=False), out),
+    "between checkpoints": lambda a, b, c, x, out: a(leaf(x), again=1, between=lambda y: b(y, out, again=2)),
+}
 FEATURE: dict[str, Any] = {
     "a feature": lambda a, b, c, x, out: b(a(x), 0) + b.layers[0](a(x), True if out is None else None),
 }
 UNUSED: dict[str, Any] = {
-    "one": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out),
-    "the first": lambda a, b, c, x, out: b(none_of(a, x.clone().requires_grad_(), out)),
+    "one": lambda a, b, c, x, out: none_of(a, leaf(x), out),
+    "the first": lambda a, b, c, x, out: b(none_of(a, leaf(x), out)),
     "the last": lambda a, b, c, x, out: none_of(b, a(x), out),
     "inside": lambda a, b, c, x, out: a(x, between=lambda y: none_of(b, y, out)),
-    "around": lambda a, b, c, x, out: none_of(a, x.clone().requires_grad_(), out, between=b),
-    "retained, of three": lambda a, b, c, x, out: c(none_of(b, none_of(a, x.clone().requires_grad_(), out), out)),
+    "around": lambda a, b, c, x, out: none_of(a, leaf(x), out, between=b),
+    "retained, of three": lambda a, b, c, x, out: c(none_of(b, none_of(a, leaf(x), out), out)),
 }
 
 
@@ -123,7 +140,7 @@ def models_of(way: str) -> list[Layers]:
 
 def backward(way: str, models: Any, x: Tensor, left_out: int | None, factor: float = 1.0) -> None:
     """Of a loss; once more, if the graph is retained."""
-    loss = (WAYS | UNUSED | PASSED | FEATURE)[way](
+    loss = (WAYS | UNUSED | PASSED | AGAIN | FEATURE)[way](
         *models, *[None] * (3 - len(models)), x, left_out
     ).square().mean() * factor
     loss.backward(retain_graph="retained" in way)
@@ -222,6 +239,23 @@ def test_a_model_returns_what_another_one_has_made() -> None:
     """On one rank, as it leaves out the layers behind it. There it came to the models in another order than its peers:
     under ZeRO-1 and 2 over native backends, they took the gradients of one model for those of the other, in silence."""
     run_ranks(check_passed_on, 2, collective_timeout=HANG)
+
+
+def check_again(rank: int) -> None:
+    for case, (way, left_out) in enumerate(product(AGAIN, (0, 1))):
+        expected = plain(2, way, left_out, False)
+        for plan, by in product(("zero2", "zero3"), TRANSPORTS):
+            if plan == "zero3" or EVERYTHING or case % 3 == TRANSPORTS.index(by):
+                with travelling(by):
+                    found = trained(rank, 2, plan, way, left_out, waits=False)
+                for one, right in zip(found, expected, strict=True):
+                    torch.testing.assert_close(one, right, msg=lambda m, at=(way, left_out, plan, by): f"{at}: {m}")
+
+
+def test_a_checkpoint_that_recomputes_comes_to_newer_models_first() -> None:
+    """A rank that left out what came behind the checkpoint, in another model, recomputed it first: under ZeRO-3 the
+    ranks waited for each other."""
+    run_ranks(check_again, 2, collective_timeout=HANG)
 
 
 def of_a_feature(rank: int) -> None:

@@ -331,10 +331,12 @@ class Unrecorded:
     Attributes:
         behind: the last visit before it.
         inside: units whose calls are around it; their visits come after it.
+        number: as of visits.
     """
 
     behind: Visit | None
     inside: frozenset[Unit]
+    number: int = field(default_factory=_numbers.__next__)
 
 
 class ToCome:
@@ -345,6 +347,7 @@ class ToCome:
         without_graph: forwards without grad; the last `MOST_VISITS` of each unit.
         left: trained units that this backward is done with.
         reached: the number of the last visit.
+        again: unit -> the number of the forward that runs again.
     """
 
     def __init__(self) -> None:
@@ -352,6 +355,7 @@ class ToCome:
         self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
         self.left: set[Unit] = set()
         self.reached = -1
+        self.again: dict[Unit, int] = {}
 
     @property
     def newest(self) -> int:
@@ -367,7 +371,15 @@ class ToCome:
 
     def run_again(self, units: Sequence[Unit]) -> list[Unrecorded]:
         """The last forward without grad of each of these units, if there was one: a checkpoint runs it again."""
-        return [self.without_graph[unit].pop() for unit in units if self.without_graph.get(unit)]
+        first = {unit: self.without_graph[unit].pop() for unit in units if self.without_graph.get(unit)}
+        self.again.update((unit, forward.number) for unit, forward in first.items())
+        return [*first.values()]
+
+    def numbered(self, visits: Sequence[Visit]) -> Sequence[Visit]:
+        """Visits of a recomputation, with the numbers of the forwards that run again."""
+        for visit in visits:
+            visit.number = self.again.pop(visit.unit, visit.number)
+        return visits
 
     def begin_of(self, unrecorded: Unrecorded) -> int:
         """The number of the first visit after this forward."""
@@ -392,6 +404,7 @@ class ToCome:
     def end_backward(self) -> None:
         self.without_graph.clear()
         self.left.clear()
+        self.again.clear()
 
     def has_any(self) -> bool:
         """Whether backward will come to any unit."""

@@ -175,7 +175,7 @@ class Schedule(NotCopied):
     def _list(self, visits: Sequence[Visit]) -> None:
         """Backward will come to these."""
         if in_backward():
-            self._to_come.visits += [visit for visit in visits if self._is_first_seen(visit.unit)]
+            self._to_come.visits += [one for one in self._to_come.numbered(visits) if self._is_first_seen(one.unit)]
             return
         self._to_come.visits += visits
         self._trails.last.visits += visits
@@ -183,8 +183,7 @@ class Schedule(NotCopied):
             self._begin_anew()
 
     def _is_first_seen(self, unit: Unit) -> bool:
-        """Whether a forward inside of a backward (a recomputation) needs a visit. In a reentrant checkpoint the first
-        forward ran without grad and left none, and an inner backward follows. Any other forward has left a visit."""
+        """Whether a recomputation needs a visit: the first forward of a reentrant checkpoint has left none."""
         return unit not in self._at and all(visit.unit is not unit for visit in self._to_come.visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
@@ -228,6 +227,7 @@ class Schedule(NotCopied):
         if not first or self.task is None or checkpoint is self._recomputed:
             return  # later visits belong to this checkpoint
         self._recomputed = checkpoint
+        one_backward.come_to(self, max(forward.number for forward in first))
         with torch.no_grad():
             self.visit_from(max(map(self._to_come.begin_of, first)))
             self._come_to([unit for unit in self._at if any(unit in forward.inside for forward in first)])
