@@ -69,3 +69,43 @@ def test_without_it_ranks_say_that_they_wait_for_each_other(ranks: int, reentran
     with pytest.raises(RankError, match=r"deadlock|not all arrived[\s\S]*add 0 \* output\.sum\(\)") as found:
         run_ranks(trained, ranks, ranks, "zero3", reentrant, False)  # the timeout is five minutes
     assert "parts." in found.value.text
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.gate = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, used: bool) -> Tensor:
+        made = torch.tanh(self.map(x)) * self.gate
+        return x + made if used else x * 1
+
+
+class GatedLayers(nn.Sequential):
+    def forward(self, x: Tensor, left_out: int) -> Tensor:
+        """The second layer is checkpointed."""
+        for number, layer in enumerate(self):
+            used = number != left_out
+            x = checkpoint(layer, x, used, use_reentrant=False) if number == 1 else layer(x, used)
+        return x
+
+
+def gated(rank: int, plan: str, units: type[nn.Module]) -> list[Tensor]:
+    """Rank 1 uses no result of a layer behind the one that is checkpointed."""
+    zeroshard.init()
+    torch.manual_seed(0)
+    handle = zeroshard.shard(model := GatedLayers(*(Gated() for _ in range(5))), plan, units=units)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    model(torch.ones(3, 6) + rank, 2 if rank else -1).square().mean().backward()
+    optimizer.step()
+    return list(handle.full_state_dict().values())
+
+
+@pytest.mark.by_gloo
+def test_units_inside_of_what_is_checkpointed() -> None:
+    """A rank recomputes them before backward comes to what is behind: the error names the units to give."""
+    with pytest.raises(RankError, match=r"shard\(\.\.\., units=\) the class of the modules that are checkpointed"):
+        run_ranks(gated, 2, "zero3", nn.Linear)
+    expected = run_ranks(gated, 2, "ddp", Gated)
+    for found, right in zip(run_ranks(gated, 2, "zero3", Gated), expected, strict=True):
+        assert all(map(torch.equal, found, right))

@@ -27,7 +27,8 @@ COLLECTIVE = (
 )
 IN_BACKWARD = (
     "In a backward, ranks that use other parts of the models may wait for each other: to a loss that leaves out what "
-    "the loss of another rank uses, add 0 * output.sum()"
+    "the loss of another rank uses, add 0 * output.sum(); with torch.utils.checkpoint, give shard(..., units=) the "
+    "class of the modules that are checkpointed"
 )
 _LEFT = "reached the end of its program, or called sys.exit"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"

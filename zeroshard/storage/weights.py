@@ -41,6 +41,12 @@ from zeroshard.storage.versions import Versions
 _MOVED = "in shared memory, to which share_memory() and queues of torch.multiprocessing move a tensor: give them a copy"
 
 
+_IN_BACKWARD = (
+    "; to a loss that leaves out what the loss of another rank uses, add 0 * output.sum(); with "
+    "torch.utils.checkpoint, give shard(..., units=) the class of the modules that are checkpointed"
+)
+
+
 class Residency(Enum):
     """See the module's note."""
 
@@ -144,7 +150,7 @@ class Weights:
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
-                + "; to a loss that leaves out what the loss of another rank uses, add 0 * output.sum()"
+                + _IN_BACKWARD
                 * in_backward
             )
             raise
