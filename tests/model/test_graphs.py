@@ -437,7 +437,7 @@ def test_a_job_that_differs_from_one_process_fails_alone() -> None:
 @on_ranks(2)
 def test_units_smaller_than_what_uses_them_are_told_at_the_read(rank: int) -> None:
     for model, units in ((UsesParts, 12_000), (UsesOwnParts, 1)):
-        with pytest.raises(RuntimeError, match=r"as no module of its unit runs .*choose units="):
+        with pytest.raises(RuntimeError, match=r"as no module of its unit runs .*let units= name a block"):
             train(Job(model=model, units=units), zeroshard.ZERO3, rank)
         train(Job(model=model, units=units), zeroshard.DDP, rank)
 
