@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make, plans_of
@@ -254,3 +254,27 @@ def test_a_fault_of_time_is_found(fault: Callable[[], None], timing: str) -> Non
             raise
     else:
         assert not all(torch.equal(weights, expected[0]) for weights in found)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_step_two_models_in_other_orders_are_told_so(same: bool) -> None:
+    """All exchanges of a group have one order here. The step of one model looked like that of the other, and the ranks
+    were told that they had taken another path through the units."""
+
+    def run(rank: int) -> str:
+        optimizers = []
+        for _ in range(2):
+            model = nn.Linear(8, 8)
+            handle = zeroshard.shard(model, "zero2")
+            optimizers.append(zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1))
+            model(torch.ones(2, 8)).sum().backward()
+        try:
+            for optimizer in optimizers if same or rank == 0 else reversed(optimizers):
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with timed_ranks("late"):
+        for said in run_ranks(run, 2):
+            assert ("the ranks are at the calls of different models" in said) == (not same)

@@ -254,7 +254,7 @@ class Collectives:
     def begin_sum(self, numbers: Tensor, what: str) -> Unread[Tensor]:
         """Begin `add_up`. The host waits for the device when it reads the sums; the device may use them before."""
         at = self._begin_exchange(what)
-        reading = self._start_sum(pack(what, numbers.nbytes, numbers[:ROOM]), at)
+        reading = self._start_sum(pack(self._name, what, numbers.nbytes, numbers[:ROOM]), at)
 
         def read() -> Tensor:
             sums, rest = numbers_in(self._met(what, numbers.nbytes, reading, at), numbers.numel()), numbers[ROOM:]
@@ -311,14 +311,14 @@ class Collectives:
         # Every exchange begins with one packet of the same size. So its sum always completes, and a rank that is in
         # another exchange is found before bytes of two different exchanges are mixed.
         at, nothing = self._begin_exchange(what), torch.empty(0, dtype=torch.int64, device=self.device)
-        self._met(what, num_bytes, self._start_sum(pack(what, num_bytes, nothing), at, phase), at)
+        self._met(what, num_bytes, self._start_sum(pack(self._name, what, num_bytes, nothing), at, phase), at)
         return at
 
     def _met(self, what: str, num_bytes: int, packet: Reading, at: Wait) -> Tensor:
         """The sum of the packets, on the host. Raises if the ranks are not in the same exchange."""
         sums = self._read(packet, at)
         if not is_one_place(sums):
-            heads = self._from_all(to_device(head_of(what, num_bytes), self.device), at)
+            heads = self._from_all(to_device(head_of(self._name, what, num_bytes), self.device), at)
             problem = differences(to_host(heads), self.mesh.world.ranks)
             self.messages.failed |= isinstance(problem, Elsewhere)  # the ranks no longer expect the same messages
             raise problem

@@ -6,7 +6,10 @@ All packets have the same size and are summed over the ranks. If ranks are in di
 norm while the others step), the sum shows it, before bytes of one exchange are taken for bytes of another. Only then do
 the ranks send each other their heads, for the error message:
 
-    | purpose (text) | bytes of the row |
+    | purpose (text) | bytes of the row | digest of the name of the mesh |
+
+Two handles of the same ranks have meshes of different names, and over some backends one order of exchanges: a rank that
+steps them in another order than its peers is found, too.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from zeroshard.comm.alike import BITS, WIDTH, are_alike, as_terms
 from zeroshard.errors import Error
 
 T = TypeVar("T")
-_TEXT_BYTES, _SIZE_BYTES = 104, 8
+_TEXT_BYTES, _SIZE_BYTES, _NAME_BYTES = 104, 8, 8
 ROOM = 505
 """How many numbers fit into a packet: usually all numbers of a step. The rest follows in a second sum, once all ranks
 are known to be in the same exchange."""
@@ -42,15 +45,16 @@ class Uneven(Error, RuntimeError):
     """The ranks are in the same exchange, with rows of different lengths. All ranks raise, and can go on."""
 
 
-def pack(what: str, num_bytes: int, numbers: Tensor) -> Tensor:
+def pack(mesh: str, what: str, num_bytes: int, numbers: Tensor) -> Tensor:
     """A packet, [PACKET] int64, on the device of `numbers`.
 
     Args:
+        mesh: its name.
         what: the purpose of the exchange.
         num_bytes: of the row that follows.
         numbers: int64 [n], n <= ROOM.
     """
-    head = on_device(_terms(what, num_bytes), numbers.device)
+    head = on_device(_terms(mesh, what, num_bytes), numbers.device)
     return torch.cat([head, numbers, numbers.new_zeros(ROOM - numbers.numel())])
 
 
@@ -120,9 +124,9 @@ def to_host(numbers: Tensor) -> Tensor:
     return Reading(numbers).wait()
 
 
-def head_of(what: str, num_bytes: int) -> Tensor:
-    """The head as uint8 [_TEXT_BYTES + _SIZE_BYTES]."""
-    return torch.frombuffer(bytearray(_head(what, num_bytes)), dtype=torch.uint8)
+def head_of(mesh: str, what: str, num_bytes: int) -> Tensor:
+    """The head as uint8 [_TEXT_BYTES + _SIZE_BYTES + _NAME_BYTES]."""
+    return torch.frombuffer(bytearray(_head(mesh, what, num_bytes)), dtype=torch.uint8)
 
 
 def differences(packets: Tensor, ranks: tuple[int, ...]) -> Elsewhere | Uneven:
@@ -133,7 +137,12 @@ def differences(packets: Tensor, ranks: tuple[int, ...]) -> Elsewhere | Uneven:
     """
     found = [_read(bytes(head)) for head in packets.tolist()]
     rank = next(rank for rank, head in enumerate(found) if head != found[0])
-    (mine, my_bytes), (theirs, their_bytes) = found[0], found[rank]
+    (mine, my_bytes, my_mesh), (theirs, their_bytes, their_mesh) = found[0], found[rank]
+    if my_mesh != their_mesh:
+        return Elsewhere(
+            f"the ranks are at the calls of different models: rank {ranks[0]} at {mine} of one, rank {ranks[rank]} at "
+            f"{theirs} of another. Nothing has been updated. Every rank must call them in the same order"
+        )
     if mine == theirs:
         return Uneven(
             f"{mine}: rank {ranks[0]} brings {my_bytes} bytes, rank {ranks[rank]} {their_bytes}. Every rank must call "
@@ -147,8 +156,8 @@ def differences(packets: Tensor, ranks: tuple[int, ...]) -> Elsewhere | Uneven:
 
 
 @lru_cache(maxsize=1024)
-def _terms(what: str, num_bytes: int) -> tuple[int, ...]:
-    digest = number_of(_head(what, num_bytes))
+def _terms(mesh: str, what: str, num_bytes: int) -> tuple[int, ...]:
+    digest = number_of(_head(mesh, what, num_bytes))
     return tuple(as_terms(torch.tensor([digest], device="cpu"))[0].tolist())
 
 
@@ -158,10 +167,11 @@ def number_of(data: bytes) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _head(what: str, num_bytes: int) -> bytes:
+def _head(mesh: str, what: str, num_bytes: int) -> bytes:
     text = what.encode("ascii", "replace")[:_TEXT_BYTES].ljust(_TEXT_BYTES)
-    return text + num_bytes.to_bytes(_SIZE_BYTES, "little")
+    return text + num_bytes.to_bytes(_SIZE_BYTES, "little") + hashlib.sha256(mesh.encode()).digest()[:_NAME_BYTES]
 
 
-def _read(head: bytes) -> tuple[str, int]:
-    return head[:_TEXT_BYTES].decode().rstrip(), int.from_bytes(head[_TEXT_BYTES:], "little")
+def _read(head: bytes) -> tuple[str, int, bytes]:
+    size, name = head[_TEXT_BYTES:-_NAME_BYTES], head[-_NAME_BYTES:]
+    return head[:_TEXT_BYTES].decode().rstrip(), int.from_bytes(size, "little"), name
