@@ -25,11 +25,11 @@ COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
-IN_BACKWARD = (
-    "In a backward, ranks that use other parts of the models may wait for each other: to a loss that leaves out what "
-    "the loss of another rank uses, add 0 * output.sum(); with torch.utils.checkpoint, give shard(..., units=) the "
-    "class of the modules that are checkpointed"
+USE_THE_SAME = (
+    "to a loss that leaves out what the loss of another rank uses, add 0 * output.sum(); with torch.utils.checkpoint, "
+    "give shard(..., units=) the class of the modules that are checkpointed"
 )
+IN_BACKWARD = f"In a backward, ranks that use other parts of the models may wait for each other: {USE_THE_SAME}"
 _LEFT = "reached the end of its program, or called sys.exit"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
+from zeroshard.failures.blame import USE_THE_SAME
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.ranks.common import Common
@@ -39,12 +40,6 @@ from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.versions import Versions
 
 _MOVED = "in shared memory, to which share_memory() and queues of torch.multiprocessing move a tensor: give them a copy"
-
-
-_IN_BACKWARD = (
-    "; to a loss that leaves out what the loss of another rank uses, add 0 * output.sum(); with "
-    "torch.utils.checkpoint, give shard(..., units=) the class of the modules that are checkpointed"
-)
 
 
 class Residency(Enum):
@@ -150,7 +145,7 @@ class Weights:
             error.add_note(
                 f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
                 "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
-                + _IN_BACKWARD
+                + f"; {USE_THE_SAME}"
                 * in_backward
             )
             raise
