@@ -44,6 +44,7 @@ def test_print_shows_that_a_model_is_sharded_and_what_of_it() -> None:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         said.append(handle.summary())
+        assert repr(said[-1]) == str(said[-1]) and "\n" in said[-1]
         handle.abandon()
         assert "sharded" not in repr(model)
         with pytest.raises(RuntimeError, match=r"^summary: this handle was abandoned"):

@@ -12,6 +12,16 @@ from zeroshard.storage.buffer import live_bytes
 from zeroshard.storage.external_gradients import NoGradients
 from zeroshard.storage.unit import Unit
 
+
+class Table(str):
+    """Lines of text that an interpreter and a notebook show as lines, also without `print`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 _COLUMNS = ("unit", "parameters", "weights", "gradients", "main", "bytes here")
 
 
@@ -29,7 +39,7 @@ def in_one_line(engine: Engine) -> str:
     return f"{engine.plan.name}, {how_many}, {numel:,} parameters on {ranks}, {kinds}"
 
 
-def table(engine: Engine) -> str:
+def table(engine: Engine) -> Table:
     """One row for each unit (its parameters, dtype and resting placement of its three buffers, bytes that this rank
     holds now), a row of totals, and the bytes on this rank by kind."""
     held = [live_bytes([t for kind in unit.tensors().values() for t in kind]) for unit in engine.units]
@@ -44,7 +54,7 @@ def table(engine: Engine) -> str:
         "",
         f"bytes on this rank: {kinds or 'none'}",
     ]
-    return "\n".join(lines)
+    return Table("\n".join(lines))
 
 
 def _row(unit: Unit) -> tuple[str, ...]:

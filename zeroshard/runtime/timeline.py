@@ -12,7 +12,7 @@ from typing import Self
 from zeroshard.comm.ranges import Device, Kind, Recording
 from zeroshard.errors import InvalidState
 from zeroshard.ranks.mesh import Mesh
-from zeroshard.runtime.summary import aligned
+from zeroshard.runtime.summary import Table, aligned
 from zeroshard.runtime.timeline_event import TimelineEvent, covered, trace_events
 
 
@@ -79,7 +79,8 @@ class Timeline:
         rows = [_row(kind, name, events) for (kind, name), events in sorted(groups.items())]
         lines = [f"timeline of {self.title}", "", *aligned([columns, *rows], columns[2:]), ""]
         waited = self.seconds_in("wait")
-        return "\n".join([*lines, f"{self.seconds:.4f} s, in waits: {waited:.4f} s ({waited / self.seconds:.0%})"])
+        end = f"{self.seconds:.4f} s, in waits: {waited:.4f} s ({waited / self.seconds:.0%})"
+        return Table("\n".join([*lines, end]))
 
     def export_chrome_trace(self, path: Path | str) -> None:
         """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open; compressed if the name ends in
