@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 from contextlib import suppress
 
 import pytest
@@ -34,3 +35,21 @@ def test_the_timeout_tells_how_to_have_a_watch(way: str) -> None:
     with pytest.raises(RankError) as found:  # a control
         run_ranks(gathers_alone, 2, way, True, collective_timeout=6.0)
     assert "No watch" not in found.value.text and "deadlock" in found.value.text
+
+
+def begins_with_other_threads(rank: int) -> list[str]:
+    kept, said = _thread.start_new_thread, []
+    _thread.start_new_thread = lambda *args: kept(*args)
+    try:
+        zeroshard.init()
+    except RuntimeError as error:
+        said.append(str(error))
+    finally:
+        _thread.start_new_thread = kept
+    zeroshard.init()
+    return said
+
+
+def test_threads_that_gevent_has_replaced_are_refused() -> None:
+    for (said,) in run_ranks(begins_with_other_threads, 2):
+        assert said.startswith("init: tests has replaced Python's threads") and said.endswith("patch_all(thread=False)")

@@ -13,6 +13,7 @@ does in between is in `rank_watch.py`.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import sys
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
+from types import BuiltinFunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from zeroshard.errors import InvalidState
 from zeroshard.failures.blame import GIVING_UP, OUTSIDE
 from zeroshard.failures.lost import LostPeer, is_of_others
 from zeroshard.failures.positions import HERE, Wait, in_short
@@ -54,10 +56,22 @@ def start() -> None:
     stop()
     backends = backends_of(group := dist.distributed_c10d._get_default_group())
     if dist.get_world_size() > 1 and not moves_nothing(group):
+        _expect_threads()
         timeout = timeout_of(group, torch.device(next(iter(backends), "cpu")))
         _current = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
         atexit.register(at_exit)
         _hooks.install()
+
+
+def _expect_threads() -> None:
+    """A thread of gevent runs only where another one of them waits by gevent: the watch's would stop the program."""
+    starts = _thread.start_new_thread
+    if not isinstance(starts, BuiltinFunctionType):
+        library = starts.__module__.partition(".")[0]
+        raise InvalidState(
+            f"init: {library} has replaced Python's threads, and the watch needs one that runs beside the program. "
+            "Keep them: gevent.monkey.patch_all(thread=False)"
+        )
 
 
 def current() -> Watch | None:
