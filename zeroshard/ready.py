@@ -170,7 +170,10 @@ def _taken(parameter: nn.Parameter) -> str:
             "belongs to a ShardedOptimizer that was built before shard(): call shard() first, then "
             "ShardedOptimizer(handle, ...)"
         )
-    return f"is sharded already, as {other!r}: close() that handle first"
+    return (
+        f"is sharded already, as {other!r}: close() that handle first. Models that share modules are sharded as one: "
+        "shard(nn.ModuleList([actor, critic]), ...)"
+    )
 
 
 def expect_same_model(
