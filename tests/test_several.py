@@ -16,6 +16,8 @@ from tests.kit import (
     Job,
     Net,
     Outcome,
+    beside_one_process,
+    largest_difference,
     logs,
     loss_of_tokens,
     make,
@@ -54,6 +56,47 @@ def test_two_process_groups_train_two_models() -> None:
                 assert found[rank][plan].losses == expected[group_rank].losses
                 assert same_bits(found[rank][plan].weights, expected[group_rank].weights)
             expect_same_logs(logs([found[rank][plan] for rank in of_group]))
+
+
+class ActorAndCritic(nn.ModuleList):
+    """Two models that share an encoder. Each is called alone; the list itself never."""
+
+    def __init__(self) -> None:
+        shared = nn.Linear(8, 16)
+        super().__init__(nn.Sequential(shared, nn.Tanh(), nn.Linear(16, out)) for out in (4, 1))
+
+    @staticmethod
+    def loss(model: nn.Module, rank: int, micro_batch: int, step: int, micro_batches: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * rank)
+        actor_or_critic = [*model.children()][micro_batch % 2]
+        return actor_or_critic(torch.randn(5, 8, generator=generator)).square().mean() / micro_batches
+
+
+def test_models_that_share_an_encoder_are_sharded_as_one() -> None:
+    jobs = [
+        Job(
+            model=ActorAndCritic,
+            loss_of=ActorAndCritic.loss,
+            micro_batches=2,
+            units=units,
+            reduce_every_micro_batch=each,
+        )
+        for units in (nn.Linear, None)
+        for each in (True, False)
+    ]
+
+    def of_rank(rank: int) -> list[list[Outcome]]:
+        return [[train(job, plan, rank) for plan in plans_of(1)] for job in jobs]
+
+    truth, ranks = beside_one_process(lambda: [train_reference(job, 2) for job in jobs], of_rank, 2)
+    for rank, found in enumerate(ranks):
+        for job, expected, outcomes in zip(jobs, truth, found, strict=True):
+            # Where each backward reduces, the order of a sum depends on who owns the element (`Reference.step`).
+            exact = outcomes[0] if job.reduce_every_micro_batch else expected[rank]
+            for outcome in outcomes:
+                assert same_bits(outcome.weights, exact.weights)
+                assert largest_difference(outcome.weights, expected[rank].weights) < 1e-6
+    assert not same_bits(truth[0][0].weights, make(ActorAndCritic).state_dict())  # a control
 
 
 def test_two_models_take_turns() -> None:
