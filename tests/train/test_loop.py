@@ -31,7 +31,7 @@ from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.failures import rank_watch
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
-from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, with_values
+from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, value_of, with_values
 from zeroshard.train.language import build_language
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.planned import Place, configuration_of, language_of
@@ -360,19 +360,22 @@ def test_what_is_lost_between_two_saves_is_taken_out_of_the_metrics(
     assert walls == sorted(walls), "the time of the first session counts, too"
 
 
-def test_tokens_of_a_resumed_run_with_other_batches(
+def test_a_resumed_run_with_another_learning_rate_and_other_batches(
     plain: Path, shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Those of all steps were counted as if each had read the batch of the last session. A timeline of a step that is
-    done was asked for, and not written, in silence. A byte that is not UTF-8 in a line of the metrics raised."""
+    """Another learning rate was ignored in silence: the peak of the saved run held. Tokens of all steps were counted
+    as if each had read the batch of the last session. A timeline of a step that is done was asked for, and not written,
+    in silence. A byte that is not UTF-8 in a line of the metrics raised."""
     before = tiny(shared_text, plain).tokens_per_step
     for number, lines in enumerate((slice(None), slice(0))):
         out = copy_until(3, plain, tmp_path / str(number))
         kept = (out / "metrics.jsonl").read_text().splitlines(True)[lines]
         (out / "metrics.jsonl").write_bytes(b'{"kind": "\xff"\n' + "".join(kept).encode())
         sequences = 2 * tiny(shared_text, out).batch.sequences
-        config = tiny(shared_text, out, batch__sequences=sequences, run__timeline=2)
+        config = tiny(shared_text, out, batch__sequences=sequences, run__timeline=2, optimizer__lr=3e-2)
         run_ranks(train_rank, 2, config, out)
+        rates = [row["lr"] for row in rows(out, "step") if row["step"] > 3]
+        assert rates == [3e-2 * learning_rate_factor(updates, config.schedule) for updates in (3, 4, 5)]
         assert config.tokens_per_step == 2 * before
         recorded = 3 * before if kept else 3 * config.tokens_per_step
         read = [row["tokens"] for row in rows(out, "step") if row["step"] > 3]
@@ -568,9 +571,10 @@ def refused(rank: int, config: Config, resume: Path | None = None) -> str:
 
 
 def test_refusals_are_the_same_on_every_rank(
-    plain: Path, shared_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Path, shared_text: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And they leave no folder: a tracker that was not installed was refused beside the `config.toml` of a run."""
+    """And they leave no folder: a tracker that was not installed was refused beside the `config.toml` of a run. A run
+    in the folder of its text could not be resumed: what it had written there was another text."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     copy_until(3, plain, tmp_path / "run")
     damaged = copy_until(5, plain, tmp_path / "damaged")
@@ -603,6 +607,7 @@ def test_refusals_are_the_same_on_every_rank(
         ),
         (tiny(shared_text, tmp_path / "x", run__observers="wnadb"), None, "there is no observer 'wnadb'"),
         (tiny(shared_text, tmp_path / "x", run__observers="wandb"), None, "wandb is not installed: pip install"),
+        (tiny(text_folder, text_folder / "runs"), None, "/text/runs lies in the text, --data"),
         (tiny(shared_text, damaged), damaged, "no good step in"),
     ]
     for config, resume, message in cases:
@@ -611,6 +616,27 @@ def test_refusals_are_the_same_on_every_rank(
         assert found[0] == found[1]
     assert "step-3" in found[0] and "step-5" in found[0]
     assert not (tmp_path / "x").exists()
+
+
+def refused_beside_others(rank: int, configs: Sequence[Config]) -> str:
+    return refused(rank, configs[rank])
+
+
+def test_ranks_with_different_configurations_are_refused(shared_text: Path, text_folder: Path, tmp_path: Path) -> None:
+    """A file that one host has in another version: ranks with another seed or batch trained on, and read sequences
+    that others had read; a clip or a schedule was found in the first step, an interval of saves in a deadlock."""
+    config = tiny(shared_text, tmp_path / "x")
+    for key, value in {"run.seed": 1, "batch.sequences": 24, "model.dropout": 0.5, "run.save_every": 2}.items():
+        section, _, name = key.partition(".")
+        other = with_values(config, **{section: {name: value}})
+        found = run_ranks(refused_beside_others, 2, [config, other])
+        assert found == [found[0]] * 2
+        assert found[0].startswith(f"rank 1: {key} = {value}, and {value_of(config, key)} on rank 0: start all ranks")
+    assert not (tmp_path / "x").exists()
+    with_paths = with_values(config, run={"out": str(tmp_path / "y"), "log_every": 3}, data={"path": str(text_folder)})
+    configs = [with_values(one, schedule={"steps": 1}) for one in (config, with_paths)]
+    assert run_ranks(refused_beside_others, 2, configs) == ["not refused"] * 2
+    assert steps(tmp_path / "x") and not (tmp_path / "y").exists()
 
 
 def resumed_twice(rank: int, config: Config) -> list[int]:

@@ -26,7 +26,7 @@ from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.model.recomputing import recompute, worth_recomputing
 from zeroshard.planner import OptimizerNeeds, Topology, Training
-from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, write
+from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, fields, value_of, write
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
 from zeroshard.train.language import Language, build_language, has_decay
@@ -34,7 +34,12 @@ from zeroshard.train.metrics import METRICS, Earlier, earlier
 from zeroshard.train.ranks import Ranks
 from zeroshard.train.release import keep_config
 from zeroshard.train.resume import KEY, Found, Position, find
+from zeroshard.train.text import would_read
 from zeroshard.train.tokenizer import Tokenizer, tokenizer_of
+
+OF_A_HOST = ("model.config", "data.path", "data.tokenizer")
+OF_RANK_0 = ("run.out", "run.report", "run.log_every", "run.log_seconds", "run.observers")
+"""Fields in which ranks may differ: paths of what each host reads, and what only rank 0 uses."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def start_run(
     Raises:
         UserError: on every rank.
     """
+    expect_alike(config, ranks)
     check_divides(config)
     if config.run.timeline > config.schedule.steps:
         raise UserError(
@@ -152,6 +158,25 @@ def start_run(
         tokens_before=before.tokens,
     )
     return run, found
+
+
+def expect_alike(config: Config, ranks: Ranks) -> None:
+    """Check that all ranks have the same configuration, apart from paths, and from what rank 0 alone uses. Collective.
+
+    Raises:
+        UserError: they have not. They would read overlapping batches, say, or wait for each other.
+    """
+    mine = {key: value_of(config, key) for key, _ in fields() if key not in OF_A_HOST + OF_RANK_0}
+    first = ranks.first_does(lambda: mine)
+
+    def compare() -> None:
+        if key := next((key for key in mine if mine[key] != first[key]), None):
+            raise UserError(
+                f"{key} = {mine[key]!r}, and {first[key]!r} on rank 0: start all ranks with the same options and files "
+                "(--config) of the same content"
+            )
+
+    ranks.together(compare)
 
 
 def take_and_find(config: Config, resume: Path | None, text: str, occupation: Occupation) -> Found | None:
@@ -266,7 +291,7 @@ def make_scheduler(optimizer: torch.optim.Optimizer, schedule: ScheduleConfig, u
     """Warm-up and cosine decay, at the position after `updates` updates. The peak learning rate is that of this run's
     configuration, also after a resume."""
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+        group["initial_lr"] = group["lr"]  # a loaded group has that of the saved run
     return LambdaLR(optimizer, lambda now: learning_rate_factor(now, schedule), last_epoch=updates - 1)
 
 
@@ -283,14 +308,20 @@ def make_folder(config: Config, resume: Path | None, occupied: bool, occupation:
     """Create the run's folder, take it, and write the resolved configuration into it.
 
     Raises:
-        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), is in use, or
-            cannot be written.
+        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), is in use, lies in
+            the text, or cannot be written.
     """
     folder = Path(config.run.out or default_folder())
     lived_in = (folder / METRICS).exists() or bool(zeroshard.checkpoint.steps(folder))
     if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
         same = f"continue it with --resume {quote(str(folder))}, or choose another --out"
         raise UserError(f"{folder} already holds a run: {same}")
+    if would_read(config.data, folder):
+        raise UserError(
+            f"{folder} lies in the text, --data {config.data.path}: what the run writes there would be text of the run "
+            "that continues it, which is refused then. Choose a folder outside of it by --out, or one whose name "
+            "begins with a dot"
+        )
     try:
         with files.made(folder):
             occupation.take(folder)

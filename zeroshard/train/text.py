@@ -64,6 +64,19 @@ def is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
+def would_read(config: DataConfig, folder: Path) -> bool:
+    """Whether files in `folder` belong to the documents."""
+    path = Path(config.path)
+    if not config.path or not path.is_dir() or is_saved_dataset(path):
+        return False
+    inner, outer = folder.resolve(), path.resolve()
+    return inner.is_relative_to(outer) and not _is_hidden(inner.relative_to(outer))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _standard_library() -> Files:
     root = Path(sysconfig.get_paths()["stdlib"])
     return [(name, path) for name, path in _walk(root, "*.py") if not _OUTSIDE_THE_LIBRARY & set(Path(name).parts)]
@@ -71,7 +84,7 @@ def _standard_library() -> Files:
 
 def _files_at(path: Path) -> Files:
     if path.is_dir():
-        return [(name, file) for name, file in _walk(path, "*") if not any(p.startswith(".") for p in Path(name).parts)]
+        return [(name, file) for name, file in _walk(path, "*") if not _is_hidden(Path(name))]
     if not path.is_file():
         raise UserError(f"no text at {path}: expected a UTF-8 file or a folder of them")
     try:
