@@ -91,6 +91,21 @@ def test_which_frozen_weights_stay_gathered_is_planned(kept_bytes: int, monkeypa
     alone(check)
 
 
+def test_a_module_with_more_weights_of_its_own_than_a_unit_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused experts, above the usual size of a unit: under ZERO3 the plan raised "not enough values to unpack"."""
+    monkeypatch.setattr(agreement, "exchange_norms", lambda collectives, control, norms: control)  # as above
+
+    def check() -> None:
+        with dry_run(3) as mesh:
+            configuration = Configuration(plan="zero3", ranks=3, device="cpu", transport="native")
+            of = replace(MODELS["experts"], units=1000)
+            planned, handle, _ = expect_measured(of, configuration, mesh, non_finite="ignore")
+            assert any(not unit.spec.calls for unit in planned.training.units)
+            handle.close()
+
+    alone(check)
+
+
 def test_another_number_of_ranks_is_not_what_is_planned() -> None:
     """The check can fail: with one rank more, neither bytes nor messages match the plan."""
 

@@ -143,11 +143,12 @@ def _gathered_in_a_step(replay: Replay, micro_batches: int) -> Iterator[tuple[Pl
 
 
 def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
-    """Each module that forms a unit is called once, in the order of registration, inside of the model's call; then
-    backward comes to them in reverse, down to the first one that trains."""
+    """Each module that forms a unit, or reads the parameters of a unit that is only a part of it, is called once, in the
+    order of registration, inside of the model's call; then backward comes to them in reverse, down to the first one
+    that trains."""
     formed, paths = dict[str, list[PlannedUnit]](), {""}
     for unit in units:
-        path, *_ = unit.spec.gathered_by or unit.spec.calls
+        path, *_ = unit.spec.gathered_by or unit.spec.calls or unit.spec.modules
         formed.setdefault(path, []).append(unit)
         for path in unit.spec.modules:
             while path not in paths:
