@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -445,6 +446,37 @@ def test_a_unit_of_empty_parameters_is_planned() -> None:
 
     for ranks in (1, 2):
         run_ranks(check, ranks, ranks)
+
+
+class OwnState(Tied):
+    """With an extra state, and a `state_dict` of its own, which takes no `keep_vars`."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self._extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self._extra
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def state_dict(self, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
+        return {name: value for name, value in super().state_dict(prefix=prefix).items() if value is not None}
+
+
+@pytest.mark.by_gloo
+def test_a_state_dict_of_the_models_own_is_planned() -> None:
+    """That of a model which takes no `keep_vars` was a TypeError, and an extra state that is no tensor an
+    AttributeError."""
+
+    def check(rank: int) -> None:
+        configuration = Configuration(ranks=2, device="cpu", rank=rank)
+        for extra in (None, torch.ones(999)):
+            expect_planned(Planned(partial(OwnState, extra), None), configuration, loaded=False)
+
+    run_ranks(check, 2)
+    assert zeroshard.plan(OwnState({"seen": 3})).file_bytes
 
 
 @pytest.mark.by_gloo

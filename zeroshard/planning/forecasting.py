@@ -12,14 +12,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.index import BLOCK_BYTES
 from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.managed import Managed
-from zeroshard.model.units import UnitSpec, choose_units, plain_name
+from zeroshard.model.units import UnitSpec, choose_units
 from zeroshard.placement import SHARDED
 from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Training, resting
 from zeroshard.planning import whole_model
@@ -30,6 +30,7 @@ from zeroshard.planning.moments import Moment, moments
 from zeroshard.planning.once import Known, once, traced_once
 from zeroshard.planning.optimizers import Needs, needs_of, num_groups
 from zeroshard.planning.traffic import Gathered, StepCounts, step_events
+from zeroshard.runtime.plain_model import PlainModel
 
 
 def plan(model: nn.Module, configuration: Configuration | None = None) -> Forecast:
@@ -117,7 +118,8 @@ def _planned(model: nn.Module, configuration: Configuration) -> _Planned:
 
 
 def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
-    parameters = Managed.without(model, found.ignored).parameters(model)
+    managed = Managed.without(model, found.ignored)
+    parameters = managed.parameters(model)
     if any(handle_of(parameter) is not None for parameter in parameters.values()):
         raise InvalidValue(
             "plan: this model is sharded already, and handle.memory() says what it holds: pass a plain one"
@@ -133,8 +135,8 @@ def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
     )
     training = Training.of(specs, found.placements, found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}
-    state = model.state_dict(keep_vars=True).items()
-    buffers = {plain_name(name): value for name, value in state if id(value) not in sharded}
+    state = PlainModel(model, managed).objects().items()  # of extra states a save takes tensors alone
+    buffers = {name: one for name, one in state if isinstance(one, Tensor) and id(one) not in sharded}
     checkpoint = Checkpoint(training, needs, buffers)
     return _Planned(
         specs=specs,
