@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -236,7 +237,9 @@ def _trace(
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
                 raise InvalidValue(f"activations: the loss must be a tensor with one element, found {shape}")
-            loss.backward()  # type: ignore[no-untyped-call]
+            # Not `loss.backward()`: torch leaves `AsOnGPUs` for such a call, and what is recomputed in it would run as
+            # on a CPU.
+            _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)
         rest = live.mark()
         backward = max([rest, *(gradient.until for gradient in gradients)])
     trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest, recorder.calls)

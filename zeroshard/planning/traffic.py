@@ -143,7 +143,7 @@ def _gathered_in_a_step(replay: Replay, micro_batches: int) -> Iterator[tuple[Pl
 
 
 def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
-    """Each module that forms a unit, or reads the parameters of a unit that is only a part of it, is called once, in the
+    """Each module that forms a unit, or reads the parameters of a unit that is a part of it, is called once, in the
     order of registration, inside of the model's call; then backward comes to them in reverse, down to the first one
     that trains."""
     formed, paths = dict[str, list[PlannedUnit]](), {""}
