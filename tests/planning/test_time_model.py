@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ SLOW = Machine(flops=1e9, memory=1e12, latency=0.0, bandwidth=1e6)
 def time(plan: str, machine: Machine | str = SLOW, tokens: int = 1000, **options: object) -> StepTime:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
-    configuration = Configuration(plan=plan, ranks=4, units=nn.Linear, device="cpu", transport="native", **options)
+    given: dict[str, Any] = {"ranks": 4, "units": nn.Linear, "device": "cpu", "transport": "native", **options}
+    configuration = Configuration(plan=plan, **given)
     return zeroshard.plan(model, configuration).time(machine, tokens)
 
 
@@ -115,6 +118,15 @@ def test_far_ranks_and_presets() -> None:
     assert machine.seconds(10**9, 16) > 5 * machine.seconds(10**9, 8)
     assert machine.seconds(10**9, 1) == 0
     assert all(time("zero3", name).total > 0 for name in MACHINES)
+
+
+def test_replicas_are_in_other_nodes() -> None:
+    """Two replicas of four shards, in two nodes: the reductions between them took the time of messages in a node."""
+    near = Machine(flops=1e9, memory=1e12, latency=0.0, bandwidth=1e6, node=4, far_bandwidth=1e4)
+    one_node, two = (time("zero3", replace(near, node=node), ranks=8, replicas=2) for node in (8, 4))
+    of_replicas = 4 * UNIT / 4 * 4 / 2 * 2  # of each unit the shard, in fp32: half of it to be added, half added
+    shorter, longer = of_replicas / 1e6, of_replicas / 1e4
+    assert two.communication - one_node.communication == pytest.approx(longer - shorter, rel=0.05), "and control"
 
 
 def test_bad_input() -> None:

@@ -61,11 +61,12 @@ class Machine:
             if getattr(self, name) <= 0:
                 raise InvalidValue(f"{name} of a machine must be positive, found {getattr(self, name)}")
 
-    def seconds(self, num_bytes: int, ranks: int) -> float:
-        """The time of a ring over `ranks` ranks in which each sends `num_bytes`."""
+    def seconds(self, num_bytes: int, ranks: int, among: int = 0) -> float:
+        """The time of a ring over `ranks` ranks in which each sends `num_bytes`. `among`: over how many neighbours they
+        are spread; 0: they are neighbours."""
         if ranks == 1 or not num_bytes:
             return 0.0
-        latency, bandwidth = self.rates(ranks)
+        latency, bandwidth = self.rates(among or ranks)
         return (ranks - 1) * latency + num_bytes / bandwidth
 
     def rates(self, ranks: int) -> tuple[float, float]:
@@ -275,9 +276,10 @@ class _Messages:
     def of(cls, training: Training, events: Mapping[CommEvent, int], machine: Machine) -> _Messages:
         topology, of_units, others = training.topology, dict[tuple[str, str, str], float](), 0.0
         world = topology.num_shards * topology.num_replicas
-        ranks_of = {"reduce_replicas": topology.num_replicas, "exchange": world}
+        ranks_of = {"reduce_replicas": (topology.num_replicas, world), "exchange": (world, world)}
         for event, number in events.items():
-            seconds = number * machine.seconds(event.bytes, ranks_of.get(event.op, topology.num_shards))
+            ranks, among = ranks_of.get(event.op, (topology.num_shards, topology.num_shards))
+            seconds = number * machine.seconds(event.bytes, ranks, among)
             if event.op in ("exchange", "all_to_all"):
                 others += seconds
             else:
