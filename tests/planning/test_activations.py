@@ -419,6 +419,35 @@ def test_a_model_that_looks_at_values_is_refused_and_left_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Keeping(nn.Module):
+    """Makes a table of positions when it is called with more of them than before, and a buffer in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.longest = nn.Linear(WIDTH, WIDTH), 4
+        self.register_buffer("table", torch.arange(4.0)[:, None], persistent=False)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.register_buffer("table", torch.arange(float(self.longest))[:, None], persistent=False)
+        if "seen" not in self._buffers:
+            self.register_buffer("seen", torch.zeros(()))
+        self.last = x * self.table[: x.shape[1]] if self.last is None else self.last + self.seen
+        return self.inner(self.last).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_a_forward_keeps_is_not_left_in_the_model() -> None:
+    """Tensors without values stayed in it, or the number of positions for which there was no table any more: its next
+    forward raised."""
+    model = Keeping()
+    inputs = torch.ones(BATCH, 2 * 4, WIDTH)
+    zeroshard.plan(model, Configuration(workload=Workload(lambda: torch.ones(inputs.shape), loss_of)))
+    assert (model.longest, model.last, [*model._buffers]) == (4, None, ["table"])
+    assert model(inputs).item() > 0
+
+
 class Router(nn.Module):
     """Converts itself to fp32 in each forward, as the routers of Switch Transformers do."""
 

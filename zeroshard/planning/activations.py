@@ -253,27 +253,37 @@ def _without_values(
     """A scope in which parameters (in these dtypes) and buffers are fake tensors. Yields the parameters by name."""
     fakes: dict[int, Any] = {}
     named: dict[str, nn.Parameter] = {}
-    before = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        for kind in (module._parameters, module._buffers):
-            for name, tensor in kind.items():
-                if tensor is None:
-                    continue
-                full_name = plain_name(f"{path}.{name}" if path else name)
-                if id(tensor) not in fakes:
-                    dtype = dtypes.get(full_name, tensor.dtype)
-                    fake: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-                    if isinstance(tensor, nn.Parameter):
-                        fake = named[full_name] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    fakes[id(tensor)] = fake
-                before.append((kind, name, tensor))
-    for kind, name, tensor in before:
-        kind[name] = fakes[id(tensor)]
-    try:
+    with _left_as_they_are(model):
+        for path, module in model.named_modules():
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in kind.items():
+                    if tensor is None:
+                        continue
+                    full_name = plain_name(f"{path}.{name}" if path else name)
+                    if id(tensor) not in fakes:
+                        dtype = dtypes.get(full_name, tensor.dtype)
+                        fake: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+                        if isinstance(tensor, nn.Parameter):
+                            fake = named[full_name] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        fakes[id(tensor)] = fake
+                    kind[name] = fakes[id(tensor)]
         yield named
+
+
+@contextmanager
+def _left_as_they_are(model: nn.Module) -> Iterator[None]:
+    """A scope at whose end modules have the attributes, parameters, buffers and modules from before. A forward may keep
+    tensors (a table of rotary positions), which have no values here."""
+    dicts: list[dict[str, Any]] = []
+    for module in model.modules():
+        dicts += vars(module), module._parameters, module._buffers, module._modules
+    before = [dict(one) for one in dicts]
+    try:
+        yield
     finally:
-        for kind, name, tensor in before:
-            kind[name] = tensor
+        for one, entries in zip(dicts, before, strict=True):
+            one.clear()
+            one.update(entries)
 
 
 @contextmanager
