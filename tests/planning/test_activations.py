@@ -204,6 +204,23 @@ def test_products_of_groups_in_other_dtypes_than_bf16(precision: str) -> None:
         assert fit(build(), 10**9, Configuration(ranks=2, workload=workload))
 
 
+def test_the_rows_of_a_sparse_gradient_are_traced() -> None:
+    """A sparse tensor has no storage, which the trace asked for. (`shard` takes such gradients.)"""
+    model = nn.Sequential(nn.Embedding(500, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
+    workload = Workload(tokens, lambda model, inputs: model(inputs).square().mean())
+    traced = zeroshard.plan(model, Configuration(plan="ddp", device="cpu", workload=workload)).trace
+    assert traced is not None and traced.gradients[-1].until > BATCH * LENGTH * WIDTH * 4, "the rows that it has"
+    drop_gradients(model)
+    live = Live()
+    for parameter in model.parameters():
+        live.note(parameter, counted=False)
+    with live:
+        loss = workload.loss(model, tokens())
+        assert (live.mark(), live.now) == (traced.forward, traced.saved)
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert live.mark() == traced.backward
+
+
 def test_modules_and_precisions() -> None:
     traced, recomputed, half = trace(), trace(recompute=True), trace(precision="bf16")
     of_blocks = [traced.modules[f"blocks.{number}"] for number in range(3)]

@@ -166,6 +166,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_su
 
     def note(self, tensor: Tensor, *, counted: bool = True) -> None:
         """Register a tensor's storage. `counted`: False: it is known, but not counted (a parameter)."""
+        if tensor.layout is not torch.strided:  # the gradient of `nn.Embedding(sparse=True)`: its parts are known
+            return
         storage = tensor.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes() * counted
         if key not in self._known:
@@ -372,7 +374,9 @@ def _collect(parameter: nn.Parameter, name: str, live: Live, found: list[Gradien
         parameter.grad_dtype = dtype
 
     def take(one: Tensor) -> None:
-        there, own = live.now, 0 if one.grad is None else one.grad.untyped_storage().nbytes()
+        there, own = live.now, 0
+        if one.grad is not None and one.grad.layout is torch.strided:  # a sparse one is not taken over
+            own = one.grad.untyped_storage().nbytes()
         one.grad = None
         found.append(Gradient(name, live.mark(), there, own))
 
