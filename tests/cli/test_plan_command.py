@@ -294,6 +294,20 @@ def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["units"] == 3
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_batch_of_models_that_are_no_language_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens alone: a T5 asked for those of its decoder, and a ViT had no pixels ("'NoneType' has no attribute")."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    t5 = {"model_type": "t5", "d_model": 16, "num_heads": 2, "num_layers": 1, "vocab_size": 9, "d_ff": 16, "d_kv": 8}
+    path.write_text(json.dumps(t5))
+    (found,) = json.loads(said(capsys, "plan", path, "--plan", "zero3", "--batch", "1", "--tokens", "8", "--json"))
+    assert found["activations"]["inputs"] == 8 * 8
+    path.write_text(json.dumps({"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1}))
+    message = said(capsys, "plan", path, "--batch", "1", code=2)
+    assert "--batch: a ViTModel takes no tokens: name a module:factory that builds it, and its inputs by" in message
+
+
 def test_the_first_rank_of_a_report_is_one_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     said(capsys, "plan", NET, "--plan", "zero3", "--ranks", "8", "--save", path)

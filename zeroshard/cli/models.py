@@ -132,11 +132,16 @@ def _of_transformers(path: Path) -> Described:
         if tokens and most and tokens > most:
             LOGGER.warning("--tokens %d: the config is for at most %d (max_position_embeddings)", tokens, most)
         shape = sequences, tokens or most or 1024
-        takes_labels = "labels" in inspect.signature(model.forward).parameters
+        taken = inspect.signature(model.forward).parameters
+        if "input_ids" not in taken:
+            raise InvalidValue(
+                f"--batch: a {type(model).__name__} takes no tokens: name a module:factory that builds it, and its "
+                "inputs by --inputs"
+            )
+        names = ["input_ids", *(name for name in ("labels", "decoder_input_ids") if name in taken)]
 
         def inputs() -> dict[str, torch.Tensor]:
-            ids = torch.zeros(shape, dtype=torch.long)
-            return {"input_ids": ids, "labels": ids} if takes_labels else {"input_ids": ids}
+            return dict.fromkeys(names[:2], torch.zeros(shape, dtype=torch.long))
 
         return Workload(inputs, _loss_of, num_tokens=math.prod(shape))
 
