@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from zeroshard.cli.runs import saved_run
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.failures import rank_watch
+from zeroshard.io.logger import warnings_on_stderr
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
 from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, value_of, with_values
@@ -686,6 +687,37 @@ def test_a_save_that_fails_on_one_rank_is_known_to_all(shared_text: Path, tmp_pa
     assert found[0] == found[1]
     assert "No space left on device" in found[0]
     assert not steps(tmp_path / "run")
+
+
+def meets_a_full_disk_for_a_while(rank: int, config: Config) -> Outcome:
+    """The save after step 2 fails, in the background."""
+    take_step, disk = loop.train_step, ExitStack()
+
+    def stepping(run: loop.Run, step: int) -> Any:
+        if step == 1 and rank == 1:
+            disk.enter_context(disk_with(free=10_000))
+        if step == 2:
+            saving = run.handle.engine.background
+            assert saving is not None and saving._thread is not None
+            saving._thread.join()
+            disk.close()
+            assert not steps(run.folder)
+        return take_step(run, step)
+
+    loop.train_step = stepping  # this process is a fork: nobody else sees it
+    return train(config)
+
+
+def test_a_run_goes_on_if_its_next_save_succeeds(
+    plain: Path, shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It ended there, without saving the steps that it had done; also at the end, whatever room there was again."""
+    config = tiny(shared_text, tmp_path / "run", run__save_every=2)
+    with warnings_on_stderr():
+        run_ranks(meets_a_full_disk_for_a_while, 2, config)
+    assert sorted(steps(tmp_path / "run")) == [4, 6] and losses(tmp_path / "run") == losses(plain)
+    said = capfd.readouterr().err
+    assert said.count("warning: step 2 was not saved: rank 1: ") == said.count("; step 4 is saved now") == 1
 
 
 def refused_by_the_system(rank: int, path: Path) -> str:

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zeroshard
 from zeroshard.checkpoint import files
+from zeroshard.io.logger import LOGGER
 from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.model.recomputing import recompute, worth_recomputing
@@ -244,10 +245,11 @@ def load_run(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer, fo
 
 def save_run(run: Run, step: int, *, background: bool = False) -> None:
     """Save the state after `step` steps into the run's folder, and remove old steps as `run.keep_last` and
-    `run.keep_every` say. Collective. `background`: return while the files are still being written.
+    `run.keep_every` say. Collective. `background`: return while the files are still being written. If the save before
+    has failed in the background, a warning says so, and this one is done before the return.
 
     Raises:
-        UserError: on every rank: this step, or the one before it in the background, cannot be written.
+        UserError: on every rank: this step cannot be written.
     """
     keep = run.config.run
     position = Position(run.scheduler.last_epoch, run.corpus.digest)
@@ -258,6 +260,11 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
     try:
         # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
         run.handle.finish_background()
+    except zeroshard.CheckpointError as error:  # the disk may have room again: this step is not to be lost with it
+        background = False
+        if run.ranks.rank == 0:
+            LOGGER.warning("%s; step %d is saved now", error, step)
+    try:
         if background:  # the save below returns before its step is in the folder, so pruning after it would not see it
             run.ranks.first_does(prune)
         zeroshard.save(run.folder, run.handle, run.optimizer, step=step, extra={KEY: position}, background=background)
