@@ -230,13 +230,29 @@ class _Closes:
 
 def test_a_full_disk_is_told_by_name_and_closes_the_other_observers(tmp_path: Path) -> None:
     path, other = tmp_path / "metrics.jsonl", _Closes()
-    with (
-        pytest.raises(UserError, match=f"cannot write {path}: File too large"),
-        Observers([JsonLines(path, 0), other]) as observers,  # type: ignore[list-item]
-        files_of_at_most(10),
-    ):
-        observers.on_step(RECORD)
+    with files_of_at_most(10), pytest.raises(UserError, match=f"cannot write {path}: File too large"):
+        with Observers([JsonLines(path, 0), other]) as observers:  # type: ignore[list-item]
+            observers._observers[0].on_step(RECORD)
     assert other.closed == 1
+
+
+def test_no_line_is_lost_on_a_disk_that_was_full_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run ended there, with the steps since its last checkpoint."""
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLines(path, 0)
+    with files_of_at_most(1000):
+        for step in (1, 2, 3):
+            writer.on_step(replace(RECORD, step=step))
+    assert path.stat().st_size == 1000
+    assert [f"cannot write {path}: File too large; training" in message for message in caplog.messages] == [True]
+    writer.on_step(replace(RECORD, step=4))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if '"kind": "step"' in line] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    writer.close()
 
 
 @pytest.mark.parametrize("width", [80, 79, 40])

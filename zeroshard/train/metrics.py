@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from zeroshard.io.logger import LOGGER
+from zeroshard.io.refused import in_words
 from zeroshard.io.whole import write_whole
 from zeroshard.train.config import UserError
 
@@ -151,8 +153,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class JsonLines:
-    """Writes one JSON object per line and flushes each line. On resume, lines of steps after `first_step` are removed:
-    the interrupted run did these steps after its last checkpoint, and they are done again.
+    """Writes one JSON object per line, each at once. On resume, lines of steps after `first_step` are removed: the
+    interrupted run did these steps after its last checkpoint, and they are done again.
+
+    What cannot be written (the disk is full) is kept and tried again with the next line, as no line is worth the run.
 
     Attributes:
         validations: the evaluations of earlier sessions that were kept.
@@ -165,7 +169,9 @@ class JsonLines:
             kept = _until(path, first_step)
             write_whole(path, "".join(f"{line}\n" for line in kept))
             self.validations = [one for line in kept if (one := _validation(line))]
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  closed by close()
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        self._left = b""
+        self._has_warned = False
         self._held: Mapping[str, object] = {}
 
     def on_start(self, record: StartRecord) -> None:
@@ -183,15 +189,29 @@ class JsonLines:
         self._write({"kind": "validation", **asdict(record), "bits_per_byte": record.bits_per_byte})
 
     def close(self) -> None:
-        with writing(self._path):  # what an earlier write could not bring to the disk is tried again here
-            self._file.close()
+        """
+        Raises:
+            UserError: lines are left that cannot be written.
+        """
+        with self._file, writing(self._path):
+            self._write_what_is_left()
 
     def _write(self, values: Mapping[str, object]) -> None:
         # JSON has no NaN and no infinity; json.dumps would write them, and strict parsers would reject the file.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        with writing(self._path):
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
+        self._left += json.dumps(finite).encode() + b"\n"
+        try:
+            self._write_what_is_left()
+        except OSError as error:
+            if not self._has_warned:
+                LOGGER.warning(
+                    "cannot write %s: %s; training goes on, and it is tried again", self._path, in_words(error)
+                )
+            self._has_warned = True
+
+    def _write_what_is_left(self) -> None:
+        while self._left:
+            self._left = self._left[self._file.write(self._left) :]
 
 
 class TensorBoard:

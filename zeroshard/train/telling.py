@@ -17,7 +17,7 @@ from zeroshard.train.release import release
 from zeroshard.train.resume import Found
 from zeroshard.train.run import Run
 from zeroshard.train.summary import Summary
-from zeroshard.train.trackers import RunInfo, attach
+from zeroshard.train.trackers import Guarded, RunInfo, attach
 
 
 def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, list[Observer]]:
@@ -34,7 +34,7 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
     summary = Summary(json_lines.validations)
     watching: list[Observer] = [json_lines, summary, *trackers]
     if TensorBoard.installed():
-        watching.append(TensorBoard(run.folder / "tensorboard", first_step))
+        watching.append(Guarded("tensorboard", TensorBoard(run.folder / "tensorboard", first_step)))
     progress = Progress(console, run.config.schedule.steps, settings.log_every, settings.log_seconds)
     return summary, [*watching, progress]
 

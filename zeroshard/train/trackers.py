@@ -51,7 +51,7 @@ def attach(names: str, about: RunInfo) -> list[Observer]:
     found: list[Observer] = []
     for name in _listed(names):
         with _starting(name):
-            found.append(_Guarded(name, _factory(name)(about)))
+            found.append(Guarded(f"run.observers: {name}", _factory(name)(about)))
     return found
 
 
@@ -99,8 +99,8 @@ def _expect_installed(package: str) -> None:
         raise UserError(f"run.observers: {package} is not installed: pip install 'zeroshard[{package}]'") from error
 
 
-class _Guarded:
-    """An observer of another package: if it raises, one line says so, and it gets no more records."""
+class Guarded:
+    """An observer beside the run: if it raises, one line says so, and it gets no more records."""
 
     def __init__(self, name: str, observer: Observer) -> None:
         self._name = name
@@ -124,7 +124,7 @@ class _Guarded:
             getattr(self._observer, method)(*arguments)
         except Exception as error:
             self._has_failed = True
-            LOGGER.warning("run.observers: %s gets no more records: %s: %s", self._name, type(error).__name__, error)
+            LOGGER.warning("%s gets no more records: %s: %s", self._name, type(error).__name__, error)
 
 
 class WandB:
