@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -718,6 +719,38 @@ def test_a_run_goes_on_if_its_next_save_succeeds(
     assert sorted(steps(tmp_path / "run")) == [4, 6] and losses(tmp_path / "run") == losses(plain)
     said = capfd.readouterr().err
     assert said.count("warning: step 2 was not saved: rank 1: ") == said.count("; step 4 is saved now") == 1
+
+
+class Lingering:
+    """An observer that has much to send at the end."""
+
+    def __init__(self, about: object) -> None:
+        pass
+
+    def on_step(self, record: object) -> None:
+        pass
+
+    on_validation = on_step
+
+    def close(self) -> None:
+        time.sleep(2 * QUICKLY)
+
+
+QUICKLY = 2.0
+"""Seconds after which a collective counts as stuck."""
+
+
+def ends_slowly(rank: int, config: Config) -> Outcome:
+    telling.written_report = lambda run: str(time.sleep(2 * QUICKLY))  # this process is a fork: nobody else sees it
+    return train(config)
+
+
+def test_what_rank_0_does_at_the_end_may_take_longer_than_a_collective_waits(shared_text: Path, tmp_path: Path) -> None:
+    """A run that had done and saved everything failed: the others waited for rank 0, which drew its page."""
+    options = {"run__observers": f"{__name__}:Lingering", "run__report": True, "model__layers": 3}
+    config = tiny(shared_text, tmp_path / "run", schedule__steps=1, **options)
+    outcomes = run_ranks(ends_slowly, 2, config, collective_timeout=QUICKLY)
+    assert [outcome.step for outcome in outcomes] == [1, 1]
 
 
 def refused_by_the_system(rank: int, path: Path) -> str:

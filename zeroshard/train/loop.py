@@ -110,7 +110,11 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
             loss = evaluate(run) if step == config.schedule.steps else None
             if loss is not None:
                 watchers.on_validation(validation_record(run, step, loss))
+        # What rank 0 does alone may take longer than a collective waits: observers send what they have left, and then
+        # a page is drawn.
+        zeroshard.wait_for_all()
         conclude(run, step, summary, console)
+        zeroshard.wait_for_all()
         run.handle.close()
     return Outcome(step, loss, run.folder)
 
