@@ -12,13 +12,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import nn
 
+import zeroshard
 from tests.cli.test_commands import said
 from tests.report.common import PLANS, RANKS, START, facts, forecasts, write_run
 from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planner import Bytes
-from zeroshard.planning import Forecast
+from zeroshard.planning import Configuration, Forecast
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import (
     Report,
@@ -189,6 +192,16 @@ def test_memory_over_a_step_is_stacked_from_the_moments() -> None:
 def test_a_plan_file_has_everything(tmp_path: Path) -> None:
     write_plan(facts(), tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == facts()
+
+
+def test_a_unit_of_empty_parameters_has_no_buffer_to_draw(tmp_path: Path) -> None:
+    """The page was a ZeroDivisionError."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.register_parameter("prompt", nn.Parameter(torch.zeros(0, 4)))
+    planned = zeroshard.plan(model, Configuration(ranks=2, units=nn.Linear))
+    assert len(planned.training.units) == 2
+    report = Report(facts_of("net", [planned]))
+    assert len(report.facts.planned[0].maps) == 1 and report.html and report.write_pictures(tmp_path)
 
 
 def damage(values: dict[str, Any], path: str, value: object) -> dict[str, Any]:

@@ -231,9 +231,9 @@ def _planned(forecast: Forecast, machine: str | None) -> Planned:
 
 
 def _maps(training: Training) -> Iterator[UnitMap]:
-    """The layouts of the units, each once."""
+    """The layouts of the units, each once. (One of empty parameters alone has nothing to draw.)"""
     names: dict[tuple[BufferLayout, tuple[int, ...]], list[str]] = {}
-    for unit in training.units:
+    for unit in (one for one in training.units if one.layout.numel):
         names.setdefault((_relative(unit), unit.itemsizes), []).append(unit.spec.name)
     for (layout, itemsizes), of_units in names.items():
         yield UnitMap(tuple(of_units), layout, itemsizes)
