@@ -143,3 +143,19 @@ def test_a_package_that_cannot_be_imported_is_no_fault_of_the_config(
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
     with pytest.raises(ValueError, match=r"transformers cannot import what .*config\.json needs: ModuleNotFoundError"):
         read_config(sources)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(tmp_path: Path) -> None:
+    """transformers builds a BERT as a causal language model. It trained, and its loss meant nothing."""
+    pytest.importorskip("transformers")
+    path, before = tmp_path / "config.json", torch.get_rng_state()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
+    for is_decoder in (False, True):
+        path.write_text(json.dumps({"model_type": "bert", "vocab_size": 300, **sizes, "is_decoder": is_decoder}))
+        if is_decoder:
+            assert build_language(ModelConfig(config=str(path), context=32), 300).model.training
+        else:
+            with pytest.raises(UserError, match=r"a BertLMHeadModel of .* sees the tokens that it is to predict: set "):
+                build_language(ModelConfig(config=str(path), context=32), 300)
+    torch.set_rng_state(before)

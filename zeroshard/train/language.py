@@ -61,7 +61,8 @@ def build_language(config: ModelConfig, vocabulary: int) -> Language:
     """The model of a configuration, on the current default device, for a tokenizer with that many tokens.
 
     Raises:
-        UserError: the file of the configuration cannot be read, or does not fit the tokenizer or the context.
+        UserError: the file of the configuration cannot be read, does not fit the tokenizer or the context, or is of a
+            model that sees later tokens.
     """
     if not config.config:
         model = GPT(config, vocabulary)
@@ -75,7 +76,10 @@ def build_language(config: ModelConfig, vocabulary: int) -> Language:
         other = build(found)
     except (InvalidValue, ModuleNotFoundError) as error:
         raise UserError(f"model.config: {error}") from error
-    return Language(other, units_of(other), vocabulary, _flops_of(other, found, config.context), found)
+    language = Language(other, units_of(other), vocabulary, _flops_of(other, found, config.context), found)
+    if not next(other.parameters()).is_meta:
+        _expect_causal(language, config)
+    return language
 
 
 def has_decay(parameter: Tensor) -> bool:
@@ -91,6 +95,27 @@ def _expect_room(found: Any, config: ModelConfig, vocabulary: int) -> None:
         raise UserError(
             f"model.config: {config.config} has {found.vocab_size} tokens, the tokenizer has {vocabulary}: set "
             "vocab_size there to at least that"
+        )
+
+
+@torch.no_grad()
+def _expect_causal(language: Language, config: ModelConfig) -> None:
+    """
+    Raises:
+        UserError: a token changes what the model says before it. It would learn to copy the token that it is to
+            predict, and its loss would mean nothing. (transformers builds a BERT as a causal model, with a warning.)
+    """
+    model, length = language.model, min(config.context, 5)
+    tokens = torch.arange(length)[None].repeat(2, 1)
+    tokens[1, -1] = length
+    with torch.random.fork_rng(devices=[]):
+        model.eval()
+        one, other = (language.logits(row[None])[:, :-1] for row in tokens)
+        model.train()
+    if length > 1 and (one - other).abs().max() > 1e-5 * one.abs().max():
+        raise UserError(
+            f"model.config: a {type(model).__name__} of {config.config} sees the tokens that it is to predict: set "
+            '"is_decoder": true there, or choose a model that sees only earlier tokens'
         )
 
 
