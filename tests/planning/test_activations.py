@@ -465,6 +465,43 @@ def test_what_a_forward_keeps_is_not_left_in_the_model() -> None:
     assert model(inputs).item() > 0
 
 
+def test_autocast_of_another_device_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its casts were missing in the plan, in silence."""
+    model = nn.Linear(WIDTH, WIDTH)
+
+    def in_16_bits(model: nn.Module, inputs: Tensor, *, enabled: bool) -> Tensor:
+        with torch.autocast(device_type="cuda", dtype=torch.bfloat16, enabled=enabled):
+            return model(inputs).float().mean()  # type: ignore[no-any-return]
+
+    before, warned = vars(torch.autocast)["__init__"], []
+    for device, enabled in (("cuda", True), ("cuda", False), ("cpu", True)):
+        workload = Workload(lambda: torch.ones(BATCH, WIDTH), partial(in_16_bits, enabled=enabled))
+        zeroshard.plan(model, Configuration(device=device, workload=workload))
+        warned.append("the model calls autocast, which is not traced" in caplog.text)
+        caplog.clear()
+    assert warned == [True, False, False] and vars(torch.autocast)["__init__"] is before
+
+
+def test_where_there_is_no_grad_and_a_table_without_values() -> None:
+    """A plan inside of `torch.no_grad()` said that the loss does not require grad, and of a model on the meta device
+    with a tensor that is no buffer, that there are two devices."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.table = nn.Linear(WIDTH, WIDTH), torch.ones(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) + self.table).mean()  # type: ignore[no-any-return]
+
+    workload = Workload(lambda: torch.ones(BATCH, WIDTH), loss_of)
+    with torch.device("meta"):
+        model = Table()
+    with torch.no_grad():
+        traces = [zeroshard.plan(one, Configuration(workload=workload)).trace for one in (model, Table())]
+    assert traces[0] == traces[1] and model.table.is_meta
+
+
 class Router(nn.Module):
     """Converts itself to fp32 in each forward, as the routers of Switch Transformers do."""
 

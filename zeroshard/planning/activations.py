@@ -29,7 +29,7 @@ from zeroshard.model.trees import tensors_in
 from zeroshard.model.units import UnitSpec, plain_name
 from zeroshard.planning.calls import Calls, Recorder
 from zeroshard.planning.once import once
-from zeroshard.planning.operators import AsOnGPUs, product_of_groups, without_onednn
+from zeroshard.planning.operators import AsOnGPUs, product_of_groups, without_autocast, without_onednn
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +208,8 @@ def _trace(
     live, modules, gradients = _LiveWithoutValues(), dict[str, int](), list[Gradient]()
     recorder = Recorder(modules_of(model))
     with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         # On the CPU, as fake CUDA tensors need a torch with CUDA; the same operators run on the CPU.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         if torch.get_default_device().type != "cpu":
@@ -219,6 +221,7 @@ def _trace(
             stack.callback(recompute(model.get_submodule(path)))
         if device_type != "cpu":
             stack.enter_context(AsOnGPUs())
+            stack.enter_context(without_autocast(device_type))
         stack.enter_context(without_onednn())
         seen = stack.enter_context(_measured(model, live, modules, recorder))
         stack.enter_context(live)
@@ -269,6 +272,9 @@ def _without_values(
                             fake = named[full_name] = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         fakes[id(tensor)] = fake
                     kind[name] = fakes[id(tensor)]
+            for name, value in vars(module).items():  # a table that is no buffer
+                if isinstance(value, Tensor) and value.is_meta:
+                    vars(module)[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         yield named
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from zeroshard.io.logger import LOGGER
 
 _DROPOUT = 4
 """The position of the dropout among the arguments of `scaled_dot_product_attention`."""
@@ -77,6 +80,33 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         of_x, of_weight, _ = ctx.needs_input_grad
         return torch.empty_like(x) if of_x else None, torch.empty_like(weight) if of_weight else None, None
+
+
+@contextmanager
+def without_autocast(planned_for: str) -> Iterator[None]:
+    """A scope in which a warning says that autocast for that type of device is not traced: it casts no tensors of a
+    CPU."""
+    of_torch: Any = torch.autocast
+    own, asked = of_torch.__init__, False
+
+    @functools.wraps(own)
+    def begin(scope: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **names: Any) -> None:
+        nonlocal asked
+        asked = asked or (device_type == planned_for and enabled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no such device here
+            own(scope, device_type, dtype, enabled, *args, **names)
+
+    of_torch.__init__ = begin
+    try:
+        yield
+    finally:
+        of_torch.__init__ = own
+    if asked:
+        LOGGER.warning(
+            "activations: the model calls autocast, which is not traced: they are planned in the dtypes of weights and "
+            "inputs (precision='bf16' makes these bf16)"
+        )
 
 
 @contextmanager
