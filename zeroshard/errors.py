@@ -18,6 +18,10 @@ class InvalidState(Error, RuntimeError):
     """A call that is not possible in the current state: another call must come first, or something has failed."""
 
 
+class NotFinite(InvalidState):
+    """The gradient of a step is not finite, on every rank; the step has changed nothing."""
+
+
 class InvalidKey(Error, KeyError):
     """A key that does not exist."""
 

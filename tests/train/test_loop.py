@@ -34,7 +34,7 @@ from zeroshard.io.logger import warnings_on_stderr
 from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
 from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, value_of, with_values
-from zeroshard.train.language import build_language
+from zeroshard.train.language import Language, build_language
 from zeroshard.train.loop import Outcome, seed_of, train
 from zeroshard.train.planned import Place, configuration_of, language_of
 from zeroshard.train.ranks import joined
@@ -688,6 +688,36 @@ def test_a_save_that_fails_on_one_rank_is_known_to_all(shared_text: Path, tmp_pa
     assert found[0] == found[1]
     assert "No space left on device" in found[0]
     assert not steps(tmp_path / "run")
+
+
+def with_a_loss_of_nan(rank: int, config: Config, resume: Path | None) -> str:
+    """In the fourth step, on rank 1."""
+    take_step, loss_of = loop.train_step, Language.loss
+
+    def stepping(run: loop.Run, step: int) -> Any:
+        factor = math.nan if step == 3 and rank == 1 else 1.0
+        Language.loss = lambda *arguments: factor * loss_of(*arguments)  # type: ignore[method-assign]
+        return take_step(run, step)
+
+    loop.train_step = stepping  # this process is a fork: nobody else sees it
+    return refused(rank, config, resume)
+
+
+def test_a_gradient_that_is_not_finite_does_not_cost_the_steps_before_it(
+    plain: Path, shared_text: Path, tmp_path: Path
+) -> None:
+    """The run ended without a save."""
+    config = tiny(shared_text, tmp_path / "run")
+    found = run_ranks(with_a_loss_of_nan, 2, config, None)
+    assert found == [found[0]] * 2 and found[0].startswith("step 4: the gradient was not finite: ")
+    assert found[0].endswith(
+        " on rank 1. Nothing has been updated. Step 3 is saved: continue it with another --lr, --seed or --precision"
+    )
+    assert [*steps(tmp_path / "run")] == [3]
+    (again,) = set(run_ranks(with_a_loss_of_nan, 2, config, tmp_path / "run"))
+    assert again == found[0] and [*steps(tmp_path / "run")] == [3]
+    run_ranks(train_rank, 2, config, tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(plain)
 
 
 def meets_a_full_disk_for_a_while(rank: int, config: Config) -> Outcome:

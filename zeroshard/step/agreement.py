@@ -14,7 +14,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.packets import Unread
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidValue, NotFinite
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
@@ -401,7 +401,7 @@ class Agreement:
         exhausted = self.losses.exhausted(self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
-            raise InvalidState(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
+            raise NotFinite(f"the gradient was not finite{many}: {self._name_nonfinite()}. Nothing has been updated")
         return True
 
     def _name_nonfinite(self) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Self, cast
+from typing import IO, NoReturn, Self, cast
 
 import psutil
 import torch
@@ -27,8 +27,9 @@ from rich.console import Console
 import zeroshard
 from zeroshard import starting
 from zeroshard.comm.packets import to_device
+from zeroshard.errors import NotFinite
 from zeroshard.failures import watch
-from zeroshard.train.config import Config
+from zeroshard.train.config import Config, UserError
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.metrics import Observers, StepRecord, ValidationRecord
 from zeroshard.train.progress import Output
@@ -128,8 +129,11 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
     for step in range(first_step, last_step):
         step_began, waited = time.perf_counter(), run.handle.comm_log.wait_seconds
         lr = float(run.scheduler.get_last_lr()[0])
-        with recorded(run, step):
-            loss, result, data_seconds, held = train_step(run, step)
+        try:
+            with recorded(run, step):
+                loss, result, data_seconds, held = train_step(run, step)
+        except NotFinite as error:
+            end_before(run, step, error, is_saved=step == first_step)
         if result.applied:
             run.scheduler.step()
 
@@ -172,6 +176,19 @@ def fit(run: Run, first_step: int, requests: Requests, watchers: Observers, last
         if save_now or (config.run.save_every and done % config.run.save_every == 0):
             save_run(run, done, background=True)
     return last_step
+
+
+def end_before(run: Run, step: int, error: NotFinite, *, is_saved: bool) -> NoReturn:
+    """Save the `step` steps that were done, and end the run. Collective.
+
+    Raises:
+        UserError: on every rank.
+    """
+    run.optimizer.zero_grad()
+    if not is_saved:
+        save_run(run, step)
+    hint = f"Step {step} is saved: continue it" if step else "Begin"
+    raise UserError(f"step {step + 1}: {error}. {hint} with another --lr, --seed or --precision") from error
 
 
 @contextmanager
