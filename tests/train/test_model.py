@@ -12,6 +12,9 @@ from zeroshard.train.model import GPT, rotate, rotations
 SMALL = ModelConfig(layers=2, width=32, heads=2, context=16)
 
 
+DRAWN = {"context": 16, "temperature": 0.8, "top_k": 2}
+
+
 def small(seed: int = 0, tied: bool = False) -> GPT:
     torch.manual_seed(seed)
     return GPT(SMALL.model_copy(update={"tied": tied}), vocabulary=256)
@@ -85,3 +88,7 @@ def test_generation_repeats_and_outgrows_the_context() -> None:
     settings = {"context": 16, "temperature": 0.0, "top_k": 1}
     greedy = continue_text(model, tokens(1, 1, 3), 4, generator=torch.Generator(), **settings)
     assert greedy.shape == (1, 7)
+    for number in (torch.nan, torch.inf):  # of a model that has diverged: the run raised at its end
+        logits = torch.tensor([number, 0.0, -number]).expand(1, 3, 3)
+        written = continue_text(lambda _, of=logits: of, tokens(1, 1, 3), 4, generator=torch.Generator(), **DRAWN)  # type: ignore[misc]
+        assert written.shape == (1, 7)

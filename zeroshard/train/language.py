@@ -143,7 +143,8 @@ def continue_text(
     """Continue `tokens`, int64 [B, T], by `num_tokens`. Runs one forward per token, because under sharding each
     forward is collective and every rank must run the same number."""
     for _ in range(num_tokens):
-        logits = logits_of(tokens[:, -context:])[:, -1]
+        # Without a branch, as each forward is collective: a model that has diverged writes anything.
+        logits = logits_of(tokens[:, -context:])[:, -1].nan_to_num(0.0, 1e20, -1e20)
         if temperature == 0:
             following = logits.argmax(dim=-1, keepdim=True)
         else:
