@@ -720,6 +720,28 @@ def test_a_gradient_that_is_not_finite_does_not_cost_the_steps_before_it(
     assert losses(tmp_path / "run") == losses(plain)
 
 
+def cannot_prune(rank: int, config: Config) -> Outcome:
+    """Not before step 4."""
+    prune = zeroshard.prune
+
+    def refuses(folder: Path, **options: Any) -> None:
+        if max(steps(folder), default=0) < 4:
+            raise OSError(39, "Directory not empty", str(folder / "step-1"))
+        prune(folder, **options)
+
+    zeroshard.prune = refuses  # type: ignore[assignment]  # this process is a fork: nobody else sees it
+    return train(config)
+
+
+def test_a_step_that_cannot_be_removed_does_not_end_the_run(
+    plain: Path, shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with warnings_on_stderr():
+        run_ranks(cannot_prune, 2, tiny(shared_text, tmp_path / "run", run__save_every=1))
+    assert "/run/step-1: Directory not empty\n" in capfd.readouterr().err.partition("warning: old steps are not ")[2]
+    assert sorted(steps(tmp_path / "run")) == [5, 6] and losses(tmp_path / "run") == losses(plain)
+
+
 def meets_a_full_disk_for_a_while(rank: int, config: Config) -> Outcome:
     """The save after step 2 fails, in the background."""
     take_step, disk = loop.train_step, ExitStack()

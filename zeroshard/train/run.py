@@ -255,7 +255,10 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
     position = Position(run.scheduler.last_epoch, run.corpus.digest)
 
     def prune() -> None:
-        zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        try:
+            zeroshard.prune(run.folder, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        except (OSError, zeroshard.CheckpointError) as error:  # the next save tries again
+            LOGGER.warning("old steps are not removed: %s", in_words(error) if isinstance(error, OSError) else error)
 
     try:
         # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
