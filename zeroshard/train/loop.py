@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -29,6 +29,8 @@ from zeroshard import starting
 from zeroshard.comm.packets import to_device
 from zeroshard.errors import NotFinite
 from zeroshard.failures import watch
+from zeroshard.io.logger import LOGGER
+from zeroshard.io.refused import in_words
 from zeroshard.train.config import Config, UserError
 from zeroshard.train.data import read_windows, validation_windows
 from zeroshard.train.metrics import Observers, StepRecord, ValidationRecord
@@ -193,18 +195,19 @@ def end_before(run: Run, step: int, error: NotFinite, *, is_saved: bool) -> NoRe
 
 @contextmanager
 def recorded(run: Run, step: int) -> Iterator[None]:
-    """A block around a step. If its timeline was asked for, each rank writes its own into the run's folder. Collective.
-
-    Raises:
-        UserError: on every rank: one cannot write the file.
-    """
+    """A block around a step. If its timeline was asked for, each rank writes its own into the run's folder."""
     if step + 1 != run.config.run.timeline:
         yield
         return
     with run.handle.timeline() as timeline:
         yield
     path = run.folder / f"timeline-{run.ranks.rank}.json.gz"
-    run.ranks.together(lambda: timeline.export_chrome_trace(path))
+    try:
+        timeline.export_chrome_trace(path)
+    except OSError as error:  # no picture is worth the run
+        with suppress(OSError):
+            path.unlink()
+        LOGGER.warning("NO timeline of rank %d was written: %s", run.ranks.rank, in_words(error))
 
 
 def train_step(run: Run, step: int) -> tuple[float, zeroshard.StepResult, float, dict[str, dict[str, int]]]:
