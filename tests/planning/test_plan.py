@@ -702,6 +702,7 @@ def test_bad_input() -> None:
         ({"optimizer": ()}, "expected one optimizer class"),
         ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
         ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),
+        ({"optimizer": "AdamW[1.*]"}, "AdamW does not take 0.weight of shape .*'AdamW.SGD'"),
         ({"optimizer": "SGD+AdamW+SGD"}, "or several different ones, found SGD, AdamW, SGD"),
         ({"optimizer": []}, "expected one optimizer class"),
         ({"optimizer": "Adam-W"}, "expected a name, as in AdamW"),

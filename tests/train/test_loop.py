@@ -642,9 +642,10 @@ def test_ranks_with_different_configurations_are_refused(shared_text: Path, text
 
 
 def resumed_twice(rank: int, config: Config) -> list[int]:
-    """Each of the two gives the folder free at its end, also in one process."""
+    """Each gives the folder free at its end, also in one process. The last has nothing to do (and saved the state as
+    that of step 2)."""
     out = Path(config.run.out)
-    return [train(config, resume=out, stop_at=step).step for step in (4, 5)]
+    return [train(config, resume=out, stop_at=step).step for step in (4, 5, 2)]
 
 
 def test_a_folder_in_which_another_process_trains_is_refused(plain: Path, shared_text: Path, tmp_path: Path) -> None:
@@ -658,7 +659,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(plain: Path, shared
             assert "is in use: another process is training there" in said
     assert sorted(os.listdir(out)) == before
     os.close(lock)
-    assert run_ranks(resumed_twice, 2, config) == [[4, 5], [4, 5]]
+    assert run_ranks(resumed_twice, 2, config) == [[4, 5, 5], [4, 5, 5]]
 
 
 def test_a_damaged_step_is_passed_over_aloud(

@@ -118,9 +118,11 @@ def needs_of(
     for name, parameter in parameters.items():
         number = next((number for number, kind in enumerate(kinds) if kind.takes(name, parameter)), None)
         if number is None:
+            known = [kind.name for kind in kinds]
+            rest = next(one for one in ("AdamW", "SGD", "Adafactor", "the rest") if one not in known)
             raise InvalidValue(
-                f"{kinds[0].name} does not take {name} of shape {tuple(parameter.shape)}: name an optimizer for the "
-                f"rest as well, '{kinds[0].name}+AdamW' for example"
+                f"{known[-1]} does not take {name} of shape {tuple(parameter.shape)}: name an optimizer for the rest "
+                f"as well, '{'+'.join([*known, rest])}' for example"
             )
         kind_of[plain_name(name)], groups[plain_name(name)] = number, (number, group_of(name, parameter))
     return Needs(group_of=groups.__getitem__, kinds=kinds, kind_of=kind_of, steps_whole=whole)

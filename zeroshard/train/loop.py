@@ -108,7 +108,7 @@ def train(config: Config, *, resume: Path | None = None, occupied: bool = False,
         introduce(run, found, console)
         summary, watching = ranks.together(lambda: observers(run, first_step, console))
         with Observers(watching) as watchers:
-            step = fit(run, first_step, requests, watchers, stop_at or config.schedule.steps)
+            step = fit(run, first_step, requests, watchers, max(first_step, stop_at or config.schedule.steps))
             save_run(run, step)
             loss = evaluate(run) if step == config.schedule.steps else None
             if loss is not None:
