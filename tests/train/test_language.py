@@ -146,9 +146,11 @@ def test_a_package_that_cannot_be_imported_is_no_fault_of_the_config(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers builds a BERT as a causal language model. It trained, and its loss meant nothing."""
-    pytest.importorskip("transformers")
+    transformers: Any = pytest.importorskip("transformers")
     path, before = tmp_path / "config.json", torch.get_rng_state()
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 64}
     for is_decoder in (False, True):
@@ -158,4 +160,10 @@ def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(tmp_path:
         else:
             with pytest.raises(UserError, match=r"a BertLMHeadModel of .* sees the tokens that it is to predict: set "):
                 build_language(ModelConfig(config=str(path), context=32), 300)
+
+    def on_gpus_alone(*_: object, **__: object) -> None:
+        raise RuntimeError("FlashAttention only supports CUDA")
+
+    monkeypatch.setattr(transformers.BertLMHeadModel, "forward", on_gpus_alone)
+    assert build_language(ModelConfig(config=str(path), context=32), 300).model.training, "it cannot be checked"
     torch.set_rng_state(before)

@@ -108,9 +108,13 @@ def _expect_causal(language: Language, config: ModelConfig) -> None:
     model, length = language.model, min(config.context, 5)
     tokens = torch.arange(length)[None].repeat(2, 1)
     tokens[1, -1] = length
-    with torch.random.fork_rng(devices=[]):
-        model.eval()
-        one, other = (language.logits(row[None])[:, :-1] for row in tokens)
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            one, other = (language.logits(row[None])[:, :-1] for row in tokens)
+    except Exception:  # kernels for a GPU, or for 16 bits; what else is wrong is raised in the first step
+        return
+    finally:
         model.train()
     if length > 1 and (one - other).abs().max() > 1e-5 * one.abs().max():
         raise UserError(
