@@ -29,7 +29,15 @@ from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.timeline import Timeline
-from zeroshard.runtime.unsharded import Part, expect_none_written, parts_of, units_of, unsharded, written
+from zeroshard.runtime.unsharded import (
+    Part,
+    expect_no_block,
+    expect_none_written,
+    parts_of,
+    units_of,
+    unsharded,
+    written,
+)
 from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
@@ -318,6 +326,7 @@ class Handle(NotTheModel, NotCopied):
         if self.engine.life.is_over:
             return
         destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
+        expect_no_block(engine.units, "close")
         engine.expect_no_backward("close").finish_background()
         engine.running.carry_out("close", partial(give_back.close, engine, destination))
         self._let_go_of_parameters()  # last: until a close that is interrupted is done, `shard` must find this handle
@@ -344,6 +353,7 @@ class Handle(NotTheModel, NotCopied):
         Raises:
             RuntimeError: gradients are waiting for a step.
         """
+        expect_no_block(self.engine.units, "park")
         self.engine.park(torch.device(device))
 
     @torch.no_grad()

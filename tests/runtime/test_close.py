@@ -136,3 +136,33 @@ def test_a_gradient_that_waits_when_the_handle_is_closed(rank: int) -> None:
         model.zero_grad()
         loss_of_tokens(model, rank, 0, 1).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+def test_a_close_with_gradients_that_are_wider_than_the_weights(rank: int) -> None:
+    """It raised what torch says of `grad_dtype`, when all weights had been given back, and raised so at each call."""
+    for plan in PLANS:
+        model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
+        handle = zeroshard.shard(model, plan, precision="bf16")
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        handle.close()
+        for parameter in model.parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == parameter.grad_dtype == torch.bfloat16
+        if plan.mean.name != "REPLICATED":
+            with pytest.raises(RuntimeError, match=r"this gradient is from before handle.close\(\)"):
+                model.weight.grad.sum()  # type: ignore[union-attr]
+        model.zero_grad()
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_close_leaves_the_methods_that_a_model_has_of_its_own(rank: int) -> None:
+    """Those of `register_forward_method` once went, also if the user had set them on the instance."""
+    model = torch.nn.Linear(8, 8)
+    model.twice = twice = lambda x: model(x) + x @ model.weight  # type: ignore[assignment]
+    handle = zeroshard.shard(model, "zero3")
+    handle.register_forward_method(model, "twice")
+    handle.register_forward_method(model, "twice")
+    model.twice(torch.ones(2, 8))
+    handle.close()
+    assert model.twice is twice

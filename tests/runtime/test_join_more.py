@@ -431,3 +431,19 @@ def test_orders_of_a_join_reach_the_unit_that_is_meant(rank: int) -> None:
                     optimizer.step()
             names = [unit.name for unit in handle.engine.units]
             assert len(names) == len(set(names)), names
+
+
+@on_ranks(2)
+def test_a_join_that_is_refused_leaves_no_handle_inside(rank: int) -> None:
+    """If the second handle was refused, the first one stayed in the join for good."""
+    generator, discriminator = make(generator_net), make(discriminator_net)
+    handles = [zeroshard.shard(model, "zero3") for model in (generator, discriminator)]
+    optimizers = [zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1) for handle in handles]
+    optimizers[1].param_groups[0]["note"] = object()
+    with pytest.raises(ValueError, match="hyper-parameter 'note'"), handles[0].join(handles[1]):
+        pass
+    del optimizers[1].param_groups[0]["note"]
+    with handles[0].join(handles[1]):
+        for _ in range(1 + rank):
+            discriminator(generator(torch.ones(2, 4))).sum().backward()
+            assert all(optimizer.step().applied for optimizer in optimizers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,3 +96,52 @@ def test_a_parked_and_a_closed_handle_refuse_every_call_with_its_name(tmp_path: 
             handle.unpark()
 
     run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_a_block_of_full_weights_refuses_what_takes_them_away(plan: str) -> None:
+    """Where weights are sharded, the end of the block said that a backward had come too late, or AssertionError.
+    `abandon` is for a teardown, and may come at any time."""
+
+    def abandon_in(handle: Any, *, write: bool) -> None:
+        with handle.unsharded(write=write):
+            handle.abandon()
+            raise KeyError("mine")
+
+    def check(rank: int) -> None:
+        for write in (False, True):
+            model = nn.Linear(4, 4)
+            handle = zeroshard.shard(model, plan)
+            for call in (handle.close, handle.park):
+                with pytest.raises(RuntimeError, match=rf"{call.__name__} in a block of handle.unsharded\(\)"):
+                    with handle.unsharded(write=write):
+                        call()
+            model(torch.ones(2, 4))
+            with handle.unsharded(write=write):
+                handle.abandon()
+            assert handle.engine.life is Life.ABANDONED
+            handle = zeroshard.shard(nn.Linear(4, 4), plan)
+            with pytest.raises(KeyError, match="mine"):
+                abandon_in(handle, write=write)
+
+    run_ranks(check, 2)
+
+
+def test_a_block_that_runs_out_of_memory_keeps_nothing() -> None:
+    """The units that it had gathered once stayed in full, for good."""
+
+    def check(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+        *others, last = handle.engine.units
+        before = handle.memory()
+        last.apart.take = Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            handle.unsharded().__enter__()
+        del last.apart.take
+        assert not any(unit.weights.in_use or unit.weights.scopes or unit.weights.shown for unit in others)
+        assert handle.memory() == before
+        with handle.unsharded():
+            assert model[1].weight.isfinite().all()
+
+    run_ranks(check, 2)

@@ -431,3 +431,53 @@ def test_a_constant_scaler_never_moves(rank: int) -> None:
         optimizer.backward(a * (torch.inf if bad else 1.0) + b, scaler=constant)
         assert optimizer.step().applied is not bad
         assert constant.scale == 2.0**5
+
+
+# Losses with weights --------------------------------------------------------------------------------------------------
+
+
+class RunsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        raise MemoryError("no room for the gradient of the loss")
+
+
+@on_ranks(2)
+def test_a_loss_whose_backward_has_raised_behind_the_model_does_not_count(rank: int) -> None:
+    """Its weight once counted, and the step divided the gradients of all other losses by it as well."""
+    for plan in plans_of(0):
+        norms = []
+        for fails in (False, True):
+            model = make(TwoHeads)
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, **SGD)
+            with handle.no_sync():
+                optimizer.backward(sum(model(batch(rank, 0))), weight=2.0)
+                if fails and rank == 1:
+                    with pytest.raises(MemoryError, match="no room"):
+                        optimizer.backward(RunsOut.apply(sum(model(batch(rank, 1)))), weight=5.0)
+            optimizer.backward(sum(model(batch(rank, 2))), weight=3.0)
+            norms.append(optimizer.step().grad_norm)
+        assert norms[0] == norms[1], plan
+
+
+@on_ranks(2)
+def test_a_plain_backward_beside_losses_with_weights_is_refused(rank: int) -> None:
+    """The step once divided its gradient by the weights of the others."""
+    for plan, first in product(plans_of(1), (True, False)):
+        model = make(TwoHeads)
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, plan, units=nn.Linear), torch.optim.SGD, **SGD)
+        for step, has_weight in enumerate((first, not first)):
+            loss = sum(model(batch(rank, step)))
+            if step == 0:
+                optimizer.backward(loss, weight=3.0) if has_weight else loss.backward()
+                continue
+            with pytest.raises(RuntimeError, match="either all losses of a step have a weight, or none has"):
+                optimizer.backward(loss, weight=3.0) if has_weight else loss.backward()
+        optimizer.zero_grad()
+        sum(model(batch(rank, 2))).backward()
+        assert optimizer.step().applied

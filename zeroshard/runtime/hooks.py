@@ -40,6 +40,7 @@ from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed
 from zeroshard.runtime.schedule import Schedule, expect_no_transform, refuse_inside_of_backward
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
+from zeroshard.runtime.sharded_gradient import ShardedGradient
 from zeroshard.storage.unit import Unit
 
 
@@ -141,8 +142,9 @@ class Hooks(NotCopied):
 
     def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of this module, until `detach`."""
-        setattr(module, name, method)
-        self._removers.append(partial(vars(module).pop, name, None))
+        own = vars(module).get(name)  # the user's, set on this instance
+        self._removers.append(partial(_reset, module, name, own))
+        vars(module)[name] = method  # not by `setattr`: a module made by torch.compile forwards that to the one inside
 
     def come_first(self) -> None:
         """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
@@ -161,6 +163,12 @@ class Hooks(NotCopied):
             needed.inside.clear()
             needed.seen.end()
         self._needs.clear()
+
+
+def _reset(module: nn.Module, name: str, own: object) -> None:
+    """Let the attribute be `own` again; None: that of the class."""
+    vars(module).pop(name, None)
+    vars(module).update({name: own} if own is not None else {})
 
 
 def _before(
@@ -298,7 +306,17 @@ def _hook_parameter(
     # Autograd then also sums several uses of a parameter in it. See [Note: sums within one backward].
     if unit.spec.widens_gradients:
         parameter.grad_dtype = unit.spec.precision.grad
-        yield lambda: setattr(parameter, "grad_dtype", parameter.dtype)
+        yield partial(_narrow_gradients, parameter)
+
+
+@torch.no_grad()
+def _narrow_gradients(parameter: nn.Parameter) -> None:
+    """Let gradients have the dtype of the parameter again, also one that has not been used."""
+    with as_tensors():
+        grad, parameter.grad, dtype = parameter.grad, None, parameter.dtype
+        parameter.grad_dtype = dtype
+        if grad is not None:
+            parameter.grad = grad.in_dtype(dtype) if isinstance(grad, ShardedGradient) else grad.to(dtype)
 
 
 def _before_gradient(schedule: weakref.ref[Schedule], unit: Unit, parameter: Tensor) -> Callable[[Tensor], None]:

@@ -67,9 +67,13 @@ class Join:
         )
         weight = 1.0 if divide_by_initial_world_size else 0.0
         self._parts: list[Part] = []
-        for number, engine in enumerate(engines):
-            voice = Voice(self._orders, number, self._meet_as_active)
-            self._parts.append(Part(engine, self._orders, voice, weight))
+        try:
+            for number, engine in enumerate(engines):
+                voice = Voice(self._orders, number, self._meet_as_active)
+                self._parts.append(Part(engine, self._orders, voice, weight))
+        except BaseException:
+            self.close()  # the first handles, if another one is refused
+            raise
 
     def follow(self) -> None:
         """This rank has run out of inputs: take part in the others' steps until all ranks have run out."""

@@ -32,6 +32,7 @@ class Loss:
         is_weighted: whether the loss was also multiplied by a weight; the step then divides by the sum of the weights.
         scaler: the scaler that `scale` comes from.
         looked_at: whether losses have scalers of their own, and each gradient of this one is checked.
+        has_begun: whether it has begun to contribute to the gradients.
         finite: for each checked gradient, whether it is finite (0-d bool).
     """
 
@@ -39,6 +40,7 @@ class Loss:
     is_weighted: bool = False
     scaler: LossScaler | None = None
     looked_at: bool = False
+    has_begun: bool = False
     finite: list[Tensor] = field(default_factory=list)
 
     @property
@@ -66,6 +68,7 @@ class LossLedger:
         self.discarded: set[int] = set()
         self._loss = Loss()
         self._scale: float | None = None
+        self._is_weighted: bool | None = None  # of the gradients that wait for a step, as `_scale`
         self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
         self._before: dict[LossScaler, tuple[ScaleState, bool]] = {}
 
@@ -102,8 +105,16 @@ class LossLedger:
         finally:
             self._loss = Loss()
 
+    def expect_alike(self, *, is_weighted: bool) -> None:
+        """Raises:
+        RuntimeError: the losses of the gradients that wait for a step have weights, and the next one has none, or the
+            reverse: the step would divide all of them by the sum of the weights."""
+        if self._is_weighted not in (None, is_weighted):
+            raise InvalidState(_ALL_OR_NONE)
+
     def begin(self) -> None:
         """The current loss begins to contribute to the gradients."""
+        self._is_weighted, self._loss.has_begun = self._loss.is_weighted, True
         self.discarded.clear()
         if self._scale is None:
             self._scale = self._loss.scale
@@ -121,7 +132,7 @@ class LossLedger:
 
     def forget_gradients(self) -> None:
         """All gradients have been used or discarded: the next loss sets the scale."""
-        self._scale, self.has_final = None, True
+        self._scale, self._is_weighted, self.has_final = None, None, True
 
     def forget_losses(self) -> None:
         """Forget the losses of all optimizers: their gradients have been discarded."""
@@ -187,17 +198,26 @@ class LossAccount:
         together = self._ledger.accounts
         if anew:
             self._ledger.forget_losses()
+        else:
+            self._ledger.expect_alike(is_weighted=weight is not None)
         if any(account._losses and (weight is None) != (account.weight is None) for account in together):
-            raise InvalidState("either all losses of a step have a weight, or none has")
+            raise InvalidState(_ALL_OR_NONE)
         used = scaler or self.default
         # Else an overflow of a loss without one could be of any of them.
         self._ledger.has_scalers |= scaler is not None
         looks = used is not None and self._ledger.has_scalers
         loss = Loss(used.scale if used is not None else 1.0, weight is not None, used, looked_at=looks)
+        before = [(account, account.weight) for account in together]
         for account in together:
             account._note(loss, weight)
-        with self._ledger.backward(loss):
-            yield loss.scale * (1.0 if weight is None else weight)
+        try:
+            with self._ledger.backward(loss):
+                yield loss.scale * (1.0 if weight is None else weight)
+        except BaseException:
+            for account, old in before if not loss.has_begun else ():  # it has raised behind the model: in the loss
+                account.weight = old
+                account._losses.remove(loss)
+            raise
 
     def _note(self, loss: Loss, weight: float | None) -> None:
         self._losses.append(loss)
@@ -278,3 +298,6 @@ class LossAccount:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.default is not None and state:
             self.default.load_state_dict(state)
+
+
+_ALL_OR_NONE = "either all losses of a step have a weight, or none has (a plain loss.backward() gives none)"

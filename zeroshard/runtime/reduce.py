@@ -127,6 +127,7 @@ class Reducer:
         if self.collectives.orders is not None and self.has_gradients():
             self.collectives.orders.expect_no_edits(before)
         loss = self.ledger.loss
+        self.ledger.expect_alike(is_weighted=loss.is_weighted)
         self.collectives.give_order("backward", self.waiting(), loss.scale, loss.is_weighted)
         self.ledger.begin()
 

@@ -75,6 +75,13 @@ class ShardedGradient(Tensor):
     def __init__(self, like: Tensor, visible: object, unit: Unit, index: int) -> None:
         pass
 
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        """Such a gradient of the same parameter, in another dtype."""
+        nan = torch.full((), torch.nan, dtype=dtype, device=self.device)
+        gradient = Tensor._make_subclass(type(self), nan.expand(self.shape))
+        vars(gradient).update(vars(self))
+        return gradient
+
     @property
     def _unit(self) -> Unit:
         unit = self._unit_ref()

@@ -76,6 +76,8 @@ def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
                 yield
         finally:  # also after an error, which would not be the one that is raised
             replaced = [put_back(unit) if not unit.weights.writers else {} for unit in units]
+        if engine.life.is_over:  # abandoned inside
+            return
         for unit, of_unit, (edits, writes) in zip(units, replaced, before, strict=True):
             if of_unit or unit.edits == edits:  # else an inner scope has accepted the write
                 _expect_not_written(unit, writes, of_unit)
@@ -124,6 +126,8 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
         try:
             with _open_for_writing(units), keeping(units, engine.units):
                 yield
+            if engine.life.is_over:
+                return
             together(collectives, "unsharded", take, errors=(InvalidValue, InvalidState))
             _count_writes(units, writes, collectives)
             if modifier_rank is not None:
@@ -132,7 +136,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
                 _expect_same(units, collectives)
         except BaseException:
             with torch.no_grad():
-                for unit in units:
+                for unit in units if not engine.life.is_over else ():
                     put_back(unit)
                     _restore(unit, before[unit])
             raise
@@ -145,20 +149,23 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
 def _shown(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
     gatherer, here = engine.gatherer, engine.hooks.schedule.here()
     gatherer.collectives.num_reads += 1
-    for unit in units:
-        if not unit.weights.in_use:  # else an outer scope has gathered them
-            # `apart`: a scope may stay open for long, and show more units than there are pool buffers.
-            gatherer.unshard(unit, apart=True)
-            unit.weights.show()
-        unit.weights.in_use += 1  # keeps a forward inside the scope from hiding them
-        unit.weights.scopes += 1
+    shown: list[Unit] = []
     try:
+        for unit in units:  # memory may run out, which is no reason to keep what has been gathered
+            if not unit.weights.in_use:  # else an outer scope has gathered them
+                # `apart`: a scope may stay open for long, and show more units than there are pool buffers.
+                gatherer.unshard(unit, apart=True)
+                unit.weights.show()
+            unit.weights.in_use += 1  # keeps a forward inside the scope from hiding them
+            unit.weights.scopes += 1
+            shown.append(unit)
         yield
     finally:
-        for unit in units:
+        for unit in shown:
             unit.weights.in_use -= 1
             unit.weights.scopes -= 1
-            if not unit.weights.in_use:
+        for unit in shown:
+            if not unit.weights.in_use and not engine.life.is_over:
                 unit.weights.rest()
     with torch.no_grad():
         gatherer.enter_backward(here)  # a hook in a backward has opened the scope, and backward goes on with these
@@ -185,6 +192,16 @@ def _count_writes(units: Sequence[Unit], before: Sequence[Sequence[int]], collec
     of_all = iter(collectives.add_up(on_device([*chain(*mine)], collectives.device), "handle.unsharded()").tolist())
     for unit, of_unit in zip(units, mine, strict=True):
         unit.weights.versions.renew({slot for slot, own in enumerate(of_unit) if next(of_all) and not own})
+
+
+def expect_no_block(units: Sequence[Unit], what: str) -> None:
+    """Raises:
+    RuntimeError: a scope is open, and the call would take the weights away that it shows."""
+    if any(unit.weights.scopes for unit in units):
+        raise InvalidState(
+            f"{what} in a block of handle.unsharded(), inside of which the weights are here in full: call it after the "
+            "block"
+        )
 
 
 def expect_none_written(units: Sequence[Unit], what: str) -> None:
