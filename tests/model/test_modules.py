@@ -40,7 +40,7 @@ from tests.kit import (
 )
 from tests.model.test_graphs import cross_entropy, data
 from tests.together import Together, in_turn, on_ranks
-from zeroshard.model.trees import replace_tensors, tensors_in
+from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
 from zeroshard.runtime.calls import Needed
@@ -740,3 +740,49 @@ def test_tensors_are_found_wherever_they_are() -> None:
 
 def replaced_in(tree: Any) -> Any:
     return replace_tensors(lambda tensor: tensor + 1, tree, lambda *_: None)
+
+
+class Unreadable(dict[str, Tensor]):
+    def items(self) -> Any:
+        raise KeyError("unreadable")
+
+
+@on_ranks(2)
+def test_a_method_whose_inputs_cannot_be_cast_leaves_no_trace(rank: int) -> None:
+    """Its call has begun by then, and once never ended: its weights stayed for good."""
+    model = make(Featured)
+    handle = zeroshard.shard(model, "zero3", units=Block, precision="bf16")
+    handle.register_forward_method(model, "forward_features")
+    with pytest.raises(KeyError, match="unreadable"):
+        model.forward_features(Unreadable())
+    assert not any(unit.weights.in_use for unit in handle.engine.units)
+    assert not handle.engine.running
+
+
+class Keeping(nn.Module):
+    """Keeps containers of Python: one that contains itself, and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.tree: dict[str, Any] = {"children": [torch.ones(4)]}
+        self.tree["parent"] = self.tree
+        self.vocabulary = {f"word {number}": number for number in range(2000)}
+        self.features: list[Any] = [*range(100)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features[50] = x = self.linear(x)
+        return x
+
+
+@on_ranks(2)
+def test_containers_that_a_module_keeps(rank: int) -> None:
+    """A container that contains itself was a RecursionError in `shard`, and each element of a vocabulary was looked at
+    in each forward."""
+    model = make(Keeping)
+    found = [tensor for _, tensor in tensors_kept_by(model)]
+    assert len(found) == 1 and found[0] is model.tree["children"][0]
+    handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+    model(torch.ones(2, 4) * (rank + 1))
+    model.features[50].sum().backward()
+    assert handle.gradient("linear.weight").abs().sum() > 0

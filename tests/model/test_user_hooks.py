@@ -297,3 +297,23 @@ def test_saved_tensors_may_be_changed_where_torch_keeps_their_values() -> None:
                     assert same_bits(found, expected), (way, writes)
 
     run_ranks(check, 2, collective_timeout=HANG)
+
+
+def test_hooks_on_gradients_of_a_model_without_values_yet() -> None:
+    """Those of a model on the meta device were never called, without an error."""
+
+    def check(rank: int) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(4, 4)
+        called = []
+        model.weight.register_hook(lambda grad: called.append("gradient"))
+        handle = model.weight.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
+        zeroshard.shard(model, "zero3", materialize=nn.Linear.reset_parameters)
+        model(torch.ones(2, 4)).sum().backward()
+        assert called == ["gradient", "accumulated"]
+        handle.remove()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert called == ["gradient", "accumulated", "gradient"]
+
+    run_ranks(check, 2)

@@ -129,3 +129,18 @@ def test_what_a_hook_has_made_is_not_loaded_in_silence(rank: int) -> None:
             model.load_state_dict(doubled)
         with handle.unsharded():
             assert torch.equal(model[0].linear.weight, doubled["0.turned"].t())
+
+
+@on_ranks(2)
+def test_a_number_that_a_hook_has_made_may_stay_as_it_is(rank: int) -> None:
+    """A state dict that handle.full_state_dict() had returned was refused: "expected a dense tensor, found a int"."""
+    model = nn.Linear(4, 4)
+    model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update({f"{prefix}version": 3}))
+    handle = zeroshard.shard(model, "zero3")
+    state = handle.full_state_dict()
+    handle.load_full_state_dict({name: value * 2 if name != "version" else 3 for name, value in state.items()})
+    assert torch.equal(handle.full_state_dict()["weight"], state["weight"] * 2)
+    with pytest.raises(ValueError, match=r"version is made by a hook of state_dict\(\), and cannot be set"):
+        handle.load_full_state_dict({**state, "version": 4})
+    handle.load_full_state_dict(state, broadcast_from_rank0=True)
+    assert torch.equal(handle.full_state_dict()["weight"], state["weight"])

@@ -481,3 +481,25 @@ def test_a_plain_backward_beside_losses_with_weights_is_refused(rank: int) -> No
         optimizer.zero_grad()
         sum(model(batch(rank, 2))).backward()
         assert optimizer.step().applied
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_set_before_a_scaled_loss_is_not_divided_by_its_scale(rank: int) -> None:
+    """The scale of the first loss counted for what had been set before it, too; and that of a loss with a weight for
+    what was set behind it."""
+    for plan in plans_of(0):
+        weights = []
+        for scale in (1.0, 2.0**10):
+            model = make(TwoHeads)
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, loss_scale=scale, **SGD)
+            handle.set_gradient("a.weight", torch.ones(4, 40))
+            with pytest.raises(RuntimeError, match="either all losses of a step have a weight, or none has"):
+                optimizer.backward(sum(model(batch(rank, 0))), weight=2.0)
+            optimizer.backward(sum(model(batch(rank, 1))))
+            optimizer.step()
+            weights.append(handle.full_state_dict(main=True))
+            optimizer.backward(sum(model(batch(rank, 2))), weight=2.0)
+            with pytest.raises(RuntimeError, match="set_gradient: this step's losses were weighted"):
+                handle.set_gradient("a.weight", torch.ones(4, 40))
+        assert same_bits(*weights), plan

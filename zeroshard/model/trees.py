@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -92,6 +92,11 @@ def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors, also those that are attributes of other objects (a cache, an output object)."""
+    return _tensors_in(tree, _parts_of_other)
+
+
+def _tensors_in(tree: Any, parts_of_other: Callable[[Any], list[Any]]) -> list[Tensor]:
+    """`parts_of_other`: what is looked at in a tree that is no plain list, tuple or dict."""
     found: list[Tensor] = []
     # `seen`: ids of lists, dicts and objects that have been visited, as they may form cycles. `alive` keeps what may be
     # made for this search, so that no other object gets its id.
@@ -105,16 +110,17 @@ def tensors_in(tree: Any) -> list[Tensor]:
         if kind in _PLAIN or id(one) in seen:
             continue
         if kind in _SEQUENCES:  # `tree_leaves` takes ten times as long
-            parts: Iterable[Any] = one
+            parts: Collection[Any] = one
         elif kind in _DICTS:
             parts = one.values()
         elif isinstance(one, _WITHOUT_TENSORS):
             continue
         else:
-            parts = _parts_of_other(one)
+            parts = parts_of_other(one)
             alive.append(parts)
         seen.add(id(one))
-        waiting += [*parts][::-1]
+        if len(parts) < _MANY or not _PLAIN.issuperset(map(type, parts)):  # a vocabulary, say
+            waiting += [*parts][::-1]
     return found
 
 
@@ -144,11 +150,7 @@ def tensors_kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(value, Tensor):
             yield name, value
         elif not (type(value) in _NEVER or isinstance(value, _WITHOUT_TENSORS) or (name == "_buffers" and not value)):
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    yield name, leaf
-                elif isinstance(leaf, DISTRIBUTIONS):
-                    yield from ((name, tensor) for tensor in tensors_in(leaf))
+            yield from ((name, tensor) for tensor in _tensors_in(value, _parts_of_tree))
 
 
 def replace_kept_in(tree: Any, fn: Callable[[Tensor], Tensor]) -> None:
@@ -178,6 +180,9 @@ _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 _NEVER = _PLAIN | {FunctionType, MethodType}
 """Most arguments and attributes are of these kinds, which no pytree has tensors in."""
 
+_MANY = 32
+"""So many parts are looked at all at once first."""
+
 _CONTAINERS = (list, tuple, set, frozenset)
 
 
@@ -191,3 +196,11 @@ def _parts_of_other(tree: Any) -> list[Any]:
     # Pytrees know containers by their class, and a subclass of the user's is a leaf of them.
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, _CONTAINERS) else ()
     return [*parts, *getattr(tree, "__dict__", {}).values(), *values]
+
+
+def _parts_of_tree(tree: Any) -> list[Any]:
+    """What is in a pytree of another kind, or in a distribution of torch."""
+    if isinstance(tree, DISTRIBUTIONS):
+        return tensors_in(tree)
+    leaves = pytree.tree_leaves(tree)
+    return leaves if len(leaves) != 1 or leaves[0] is not tree else []

@@ -137,6 +137,8 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
             extra = _from_rank0(collectives, given.get(name)) if from_rank0 else given[name]
             extra_states[name].set_extra_state(extra)
             continue
+        if not isinstance(value, Tensor):
+            continue
         if has_state:
             value.detach().copy_(given[name])
         if from_rank0 and name not in engine.plain.ignored:
@@ -158,18 +160,25 @@ def _compare(
     for name, value in given.items():
         if name not in names or name in extra_states:
             continue
-        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        if not isinstance(names[name], Tensor):  # a number, say
+            if isinstance(value, Tensor) or value != names[name]:
+                problems.append(_made_by_hook(name))
+        elif not isinstance(value, Tensor) or value.layout is not torch.strided:
             problems.append(f"{name}: expected a dense tensor, found a {type(value).__name__}")
         elif value.is_meta:
             problems.append(f"{name} is on the meta device, and has no values")
         elif names[name].shape != value.shape:
             problems.append(f"{name}: expected {tuple(names[name].shape)}, found {tuple(value.shape)}")
         elif id(names[name]) not in places and not torch.equal(names[name], value.to(names[name])):
-            problems.append(
-                f"{name} is made by a hook of state_dict(), and cannot be set: call model.load_state_dict(), which "
-                "runs the model's own hooks, inside `with handle.unsharded(write=True):`"
-            )
+            problems.append(_made_by_hook(name))
     return IncompatibleKeys(missing, unexpected), "; ".join(problems[:10])
+
+
+def _made_by_hook(name: str) -> str:
+    return (
+        f"{name} is made by a hook of state_dict(), and cannot be set: call model.load_state_dict(), which runs the "
+        "model's own hooks, inside `with handle.unsharded(write=True):`"
+    )
 
 
 def _from_rank0(collectives: Collectives, value: Any) -> Any:

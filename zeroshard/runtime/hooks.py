@@ -128,13 +128,13 @@ class Hooks(NotCopied):
 
         @functools.wraps(method, updated=() if is_compiled else functools.WRAPPER_UPDATES)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            (inside if self.schedule.running else before)(module, args, kwargs)
             output, inputs = None, Inputs(casts.into)
-            cast_args, cast_kwargs = inputs.cast(module, args, kwargs)
             try:
+                (inside if self.schedule.running else before)(module, args, kwargs)
+                cast_args, cast_kwargs = inputs.cast(module, args, kwargs)
                 output = cast(method(*cast_args, **cast_kwargs), casts.out)
-            finally:
-                inputs.give_back(module, cast_args, cast_kwargs, output)
+            finally:  # also if a hook or a cast has raised, as around a call of the module
+                inputs.give_back(module, args, kwargs, output)
                 replaced = after(module, args, kwargs, output)
             return output if replaced is None else replaced
 

@@ -130,6 +130,17 @@ class LossLedger:
             return grad
         return grad.to(dtype, copy=True).mul_(self._scale / self._loss.scale)
 
+    def begin_without_loss(self) -> None:
+        """A gradient is about to be set as it is.
+
+        Raises:
+            RuntimeError: losses have weights, so the step would divide it by their sum.
+        """
+        if self._is_weighted or (not self.has_final and self.scale == 1.0):
+            raise InvalidState("set_gradient: this step's losses were weighted, and the step divides by their weights")
+        if self._scale is None:
+            self._scale, self._is_weighted = 1.0, False
+
     def forget_gradients(self) -> None:
         """All gradients have been used or discarded: the next loss sets the scale."""
         self._scale, self._is_weighted, self.has_final = None, None, True
@@ -300,4 +311,4 @@ class LossAccount:
             self.default.load_state_dict(state)
 
 
-_ALL_OR_NONE = "either all losses of a step have a weight, or none has (a plain loss.backward() gives none)"
+_ALL_OR_NONE = "either all losses of a step have a weight, or none has (none: plain loss.backward(), set_gradient)"

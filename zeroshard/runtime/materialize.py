@@ -42,6 +42,10 @@ def move(model: nn.Module, source: torch.device, target: torch.device) -> None:
             moved.__dict__.update(parameter.__dict__)
             # Swapped, not replaced: tied modules, and optimizers of other parts, refer to this very object.
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
+            # The user's hooks on gradients: the object keeps them, and autograd looks for them in what was swapped.
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                parameter._backward_hooks = parameter._backward_hooks
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == source.type:

@@ -183,15 +183,10 @@ class Reducer:
 
     def set_gradient(self, unit: Unit, index: int, values: Tensor) -> None:
         """Set the reduced gradient of one slot to `values` (in its shape, without the loss scale, the same on every
-        rank).
-
-        Raises:
-            RuntimeError: losses have weights, so the step would divide it by their sum.
-        """
+        rank). Raises RuntimeError if losses have weights."""
         grads, world = self.grads[unit], unit.layout.slots[index].world
         self.notice()
-        if not self.ledger.has_final and self.ledger.scale == 1.0:
-            raise InvalidState("set_gradient: this step's losses were weighted, and the step divides by their weights")
+        self.ledger.begin_without_loss()
         held = (world & grads.held_interval).relative_to(world.start)
         self._assign(unit, index, values.reshape(-1)[held.slice] * self.ledger.scale)
         self.collectives.log.record("set gradient", f"{unit.name}: {unit.layout.slots[index].name}", "step", 0)
