@@ -460,3 +460,28 @@ def test_statistics_that_are_parameters_are_told_of_ignored(rank: int) -> None:
         else:
             with pytest.raises(RuntimeError, match=r"Keras.*ignored="):
                 train()
+
+
+@on_ranks(2)
+def test_blocks_inside_of_a_block_that_has_written(rank: int) -> None:
+    """Under ZeRO-3 a block to read said that its own code had written, on the rank alone that has the weight in its
+    shard: the other one waited. A block to write took the replaced data for a view of the weight that somebody keeps,
+    and the block around then ended with an AssertionError."""
+    for plan, how in itertools.product(("zero1", "zero3"), ("fill", "data")):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        with handle.unsharded(write=True), torch.no_grad():
+            if how == "data":
+                model[0].weight.data = torch.full((4, 4), 5.0)
+            else:
+                model[0].weight.fill_(5.0)
+            with handle.unsharded():
+                model(torch.ones(2, 4))
+            with handle.unsharded(write=True):
+                model[1].weight.fill_(3.0)
+            assert bool((model[0].weight == 5.0).all())
+        state = handle.full_state_dict(main=True)
+        assert bool((state["0.weight"] == 5.0).all()) and bool((state["1.weight"] == 3.0).all()), (plan, how)
+        with pytest.raises(KeyError, match="inside"), handle.unsharded(write=True), handle.unsharded(write=True):
+            raise KeyError("inside")
+        model(torch.ones(2, 4)).sum().backward()

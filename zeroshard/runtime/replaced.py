@@ -26,8 +26,14 @@ Found = dict[int, Tensor]
 
 
 def uses(units: Iterable[Unit]) -> list[int]:
-    """How many tensors lie in the memory of each unit's full weights, which must be shown."""
-    return [unit.weights.buffer.num_uses() for unit in units]
+    """How many tensors lie in the memory of each unit's full weights, which must be shown, if all parameters do."""
+    found = []
+    for unit in units:
+        full = unit.weights.full.untyped_storage().data_ptr()
+        with as_tensors():  # a block around may have replaced some
+            elsewhere = [p for p in unit.parameters if p.numel() and p.untyped_storage().data_ptr() != full]
+        found.append(unit.weights.buffer.num_uses() + len(elsewhere))
+    return found
 
 
 def put_back(unit: Unit) -> Found:

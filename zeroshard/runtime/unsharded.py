@@ -89,7 +89,9 @@ def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> N
     slots, now = unit.layout.slots, unit.weights.versions.writes()
     both = enumerate(zip(slots, writes, now, strict=True))
     found = [slot for index, (slot, one, other) in both if one != other or index in replaced]
-    if not found and unit.weights.buffer.borrows and unit.weights.state is Residency.RESIDENT:
+    weights = unit.weights
+    # (A block around this one, which allows writes, may have written before: the shard has its values at the end only.)
+    if not found and weights.buffer.borrows and weights.state is Residency.RESIDENT and not weights.writers:
         # Writes through `p.data` leave the version as it is (pytorch/pytorch#7386), and would be lost.
         found = [slot for slot in slots if not _is_of_shard(unit, slot.world & unit.updated)]
     for slot in found:
@@ -252,6 +254,8 @@ def _before(unit: Unit) -> Tensor:
 
 def _restore(unit: Unit, before: Tensor) -> None:
     """Restore the old weights of the interval that this rank updates."""
+    if unit.weights.buffer.full is None:
+        return  # a block inside has done so
     # Not collective, as only one rank may have raised: the rest of the weights is gathered when it is needed next.
     unit.weights.full[unit.updated.slice] = before
     if unit.updated.numel < unit.layout.numel:
