@@ -176,3 +176,26 @@ def test_an_evaluation_in_the_hooks_of_a_forward(rank: int) -> None:
             sys.setprofile(None)
         done = profile.number > 0
     assert number > 5
+
+
+@on_ranks(2)
+def test_gradients_are_neither_read_nor_set_until_a_backward_has_ended(rank: int) -> None:
+    """Whether a reduction was over decided, and so each rank for itself: under ZeRO-3 the calls went on."""
+
+    def check(rank: int, plan: Any) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        handle, seen = zeroshard.shard(model, plan, units=nn.Linear), list[bool]()
+
+        def look(*_: Any) -> None:
+            with pytest.raises(RuntimeError, match=r"^gradient inside of a backward"):
+                handle.gradient("2.weight")
+            with pytest.raises(RuntimeError, match=r"^set_gradient inside of a backward"):
+                handle.set_gradient("2.weight", torch.ones(4, 4))
+            seen.append(True)
+
+        model[0].register_full_backward_hook(look)
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        assert seen
+        assert handle.gradient("2.weight").isfinite().all()
+
+    in_turn(check, PLANS)(rank)

@@ -14,6 +14,7 @@ from zeroshard.storage.unit import Unit
 
 def full_gradient(engine: Engine, name: str) -> Tensor:
     """See `Handle.gradient`."""
+    engine.expect_no_backward("gradient")  # whether a reduction is over there differs between ranks
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
     engine.reducer.visible.apply_clips()
@@ -30,6 +31,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
 
 def set_full_gradient(engine: Engine, name: str, values: object) -> None:
     """See `Handle.set_gradient`."""
+    engine.expect_no_backward("set_gradient")
     unit, index, _ = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
     if not isinstance(values, Tensor):
