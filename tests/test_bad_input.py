@@ -16,6 +16,7 @@ import zeroshard
 from tests.kit import NUM_RANKS, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.patience import AT_ONCE
 from tests.together import in_turn, on_ranks
+from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
@@ -63,6 +64,12 @@ def raises_on_one(module: nn.Module) -> bool:
 def with_complex() -> nn.Module:
     model = Net()
     model.extra = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    return model
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = Net()
+    model.register_buffer("kept", buffer)
     return model
 
 
@@ -152,6 +159,31 @@ CASES: dict[str, Case] = {
         lambda rank, last: {"plan": "zero1" if rank == last else "ddp"},
         r"rank 0 has 'plan ddp' where rank \d has 'plan zero1'",
     ),
+    "another plan of the same name on one rank": (
+        net,
+        lambda rank, last: {"plan": Plan("mine", REPLICATED, SHARDED if rank == last else REPLICATED, SHARDED)},
+        r"rank 0 has 'placements replicated, replicated, sharded' where rank \d has 'placements replicated, sharded",
+    ),
+    "a plan of names": (
+        net,
+        same(plan=Plan("mine", "replicated", "sharded", "sharded")),  # type: ignore[arg-type]
+        "plan 'mine': expected three members of zeroshard.placement.Placement, found .'replicated', 'sharded'",
+    ),
+    "a longer buffer on one rank": (
+        lambda rank, last: with_buffer(torch.zeros(4 if rank == last else 3)),
+        same(),
+        r"rank 0 has 'buffer kept \(3,\) torch.float32' where rank \d has 'buffer kept \(4,\) torch.float32'",
+    ),
+    "integers in a buffer on one rank": (
+        lambda rank, last: with_buffer(torch.zeros(3, dtype=torch.int32 if rank == last else torch.float32)),
+        same(),
+        r"rank 0 has 'buffer kept \(3,\) torch.float32' where rank \d has 'buffer kept \(3,\) torch.int32'",
+    ),
+    "other values= on one rank": (
+        net,
+        lambda rank, last: {"plan": "zero1", "values": "check" if rank == last else "broadcast"},
+        "rank 0 has \"values='broadcast'\" where rank . has \"values='check'\"",
+    ),
     "other units on one rank": (
         net,
         lambda rank, last: {"plan": "ddp", "units": nn.Linear if rank == last else Block},
@@ -185,6 +217,23 @@ def test_shard_refuses_on_every_rank_and_leaves_the_model_plain(num_ranks: int) 
         expect_trainable(model, rank)
 
     run_ranks(check, num_ranks)
+
+
+@on_ranks(2)
+def test_ranks_of_which_one_has_no_values_yet_are_told(rank: int) -> None:
+    """Rank 0 sent its values while the other one called `materialize`: they waited for each other."""
+    model = Net() if rank == 0 else Net().to("meta")
+    materialize = None if rank == 0 else lambda module: module.reset_parameters()
+    with pytest.raises(ValueError, match="rank 0 has 'its values' where rank 1 has 'no values, on the meta device'"):
+        zeroshard.shard(model, "zero3", units=Block, materialize=materialize)
+
+
+@on_ranks(2)
+def test_a_sparse_buffer_is_refused_or_left_alone(rank: int) -> None:
+    model = with_buffer(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match=r"buffer kept is of torch\.sparse_coo: only dense ones are sent"):
+        zeroshard.shard(model, "zero2", units=Block)
+    zeroshard.shard(model, "zero2", units=Block, ignored="kept").close()
 
 
 def test_the_check_for_a_plain_model_sees_a_hook_a_pointer_and_a_value() -> None:

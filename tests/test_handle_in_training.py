@@ -197,6 +197,21 @@ def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
     assert all(after["batch_norm.num_batches_tracked"] == 3 for _, after in found)
 
 
+@on_ranks(2)
+def test_other_buffers_on_one_rank_are_not_averaged(rank: int) -> None:
+    """Integers of another length were copied in part, and the means of two names were mixed, in silence."""
+    for change, message in (
+        (lambda model: model.register_buffer("count", torch.tensor([1] * (3 + rank))), r"count \(3,\) .*count \(4,\)"),
+        (lambda model: model.register_buffer("ab"[rank], torch.ones(3)), "buffer a .*buffer b "),
+    ):
+        model, handle, _ = start("zero1")
+        change(model)
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        with pytest.raises(ValueError, match=f"the ranks have different models: .*{message}"):
+            handle.average_buffers()
+        assert same_bits(dict(model.named_buffers()), before)
+
+
 # Life -----------------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.same import expect_same_model, of_buffers
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.absent import NotCopied
 from zeroshard.model.right_call import NotTheModel
@@ -215,10 +216,13 @@ class Handle(NotTheModel, NotCopied):
     @torch.no_grad()
     def average_buffers(self) -> None:
         """Make buffers, such as the running statistics of batch norm, equal on all ranks: floating-point buffers become
-        their mean, others take rank 0's values. Without this call every rank keeps its own. Collective."""
+        their mean, others take rank 0's values. Without this call every rank keeps its own. Collective; a ValueError
+        if ranks have buffers of other names, shapes or dtypes."""
         engine = self._open("average_buffers")
         collectives = engine.collectives
-        for buffer in engine.plain.buffers().values():
+        buffers = engine.plain.buffers()
+        expect_same_model(collectives, of_buffers(buffers), "average_buffers()")
+        for buffer in buffers.values():
             if not buffer.is_floating_point():
                 collectives.broadcast([buffer])
             elif buffer.numel():

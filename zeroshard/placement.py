@@ -95,7 +95,11 @@ class Plan:
         Raises:
             ValueError: the placements do not fit together; the message says why.
         """
-        problem = ""
+        found, problem = (self.weights, self.grads, self.main), ""
+        if not all(isinstance(one, Placement) for one in found):
+            raise InvalidValue(
+                f"plan {self.name!r}: expected three members of zeroshard.placement.Placement, found {found}"
+            )
         if PARTIAL in (self.weights, self.main):
             problem = "only gradients can be partial"
         elif self.main is REPLICATED and self.weights is SHARDED:

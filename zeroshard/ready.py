@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from zeroshard.comm import same
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
@@ -81,6 +82,20 @@ def expect_ready(
             raise InvalidValue(
                 f"parameter {name} is on {parameter.device}, others on {device}: call model.to({str(device)!r}) first. "
                 "A rank has the whole model on one device"
+            )
+
+
+def expect_dense(buffers: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        ValueError: a buffer has values that cannot be compared, nor sent to other ranks.
+    """
+    for name, buffer in buffers.items():
+        if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested:
+            kind = "nested" if buffer.is_nested else "quantised" if buffer.is_quantized else f"of {buffer.layout}"
+            raise InvalidValue(
+                f"buffer {name} is {kind}: only dense ones are sent from rank 0 to the others. Name it in ignored=, "
+                "if each rank computes its own"
             )
 
 
@@ -177,21 +192,19 @@ def _taken(parameter: nn.Parameter) -> str:
 
 
 def expect_same_model(
-    collectives: Collectives, parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan
+    collectives: Collectives,
+    parameters: dict[str, nn.Parameter],
+    specs: Sequence[UnitSpec],
+    plan: Plan,
+    besides: Sequence[str] = (),
 ) -> None:
-    """Compare a digest of plan, parameters and units between ranks. Collective.
+    """Compare a digest of plan, parameters, units and further lines between ranks. Collective.
 
     Raises:
         ValueError: on every rank: they differ; the message has the first difference.
     """
-    lines = [f"plan {plan.name}"]
+    placements = (plan.weights, plan.grads, plan.main)
+    lines = [f"plan {plan.name}", "placements " + ", ".join(placement.value for placement in placements)]
     lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
     lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
-    if collectives.are_alike(lines):
-        return
-    by_rank = collectives.exchange_objects(lines)
-    for rank, theirs in enumerate(by_rank):
-        if theirs != by_rank[0]:
-            pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
-            mine, other = next((a, b) for a, b in pairs if a != b)
-            raise InvalidValue(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+    same.expect_same_model(collectives, [*lines, *besides])

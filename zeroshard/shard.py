@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.same import expect_same
+from zeroshard.comm.same import expect_same, of_buffers
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
 from zeroshard.errors import Error, InvalidValue
@@ -37,6 +37,7 @@ from zeroshard.ranks.shared_memory import many_files
 from zeroshard.ready import (
     device_of,
     expect_apart,
+    expect_dense,
     expect_no_views,
     expect_ready,
     expect_registered,
@@ -174,6 +175,8 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     expect_unwrapped(modules, parameters.values())
     specs = _choose_units(model, plan, parameters, options, Topology.of(collectives))
     expect_ready(parameters, buffers, managed.left_alone(model), collectives.device, options.materialize)
+    if collectives.mesh.world.size > 1:
+        expect_dense(buffers)
     expect_apart(parameters, buffers)
     expect_no_views(modules, parameters)
     if options.values not in ("broadcast", "check"):
@@ -201,8 +204,10 @@ def _choose_units(
 
 def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -> None:
     """Raises:
-    ValueError: the ranks have different models; or, with values="check", different values."""
-    expect_same_model(collectives, chosen.parameters, chosen.specs, chosen.plan)
+    ValueError: the ranks have different models or arguments; or, with values="check", different values."""
+    lines = [f"values={options.values!r}", "no values, on the meta device" if chosen.on_meta else "its values"]
+    lines += of_buffers(chosen.buffers)
+    expect_same_model(collectives, chosen.parameters, chosen.specs, chosen.plan, lines)
     if options.values == "check" and not chosen.on_meta:
         tensors = {**chosen.parameters, **chosen.buffers}
         expect_same(collectives, tensors, "shard, values='check'", _LOAD_THE_SAME)

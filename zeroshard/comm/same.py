@@ -6,13 +6,13 @@ Each rank keeps only a part of them: parts of different values would form a mixt
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.collectives import SOME_EXCHANGE, Collectives
 from zeroshard.errors import InvalidValue
 from zeroshard.io.values import encode
 
@@ -46,6 +46,27 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
     )
 
 
+def expect_same_model(collectives: Collectives, lines: Sequence[str], what: str = SOME_EXCHANGE) -> None:
+    """Compare a digest of lines that describe a model. Collective. `what`: the call that every rank must make.
+
+    Raises:
+        ValueError: on every rank: they differ; the message has the first difference.
+    """
+    if collectives.are_alike(lines, what):
+        return
+    by_rank = collectives.exchange_objects(lines, what)
+    for rank, theirs in enumerate(by_rank):
+        if theirs != by_rank[0]:
+            pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
+            mine, other = next((a, b) for a, b in pairs if a != b)
+            raise InvalidValue(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+
+
+def of_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
+    """Their names, shapes and dtypes, for `expect_same_model`."""
+    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+
+
 def differing(by_rank: list[dict[str, str]]) -> dict[str, list[int]]:
     """Name -> the ranks whose value differs from rank 0's, or is missing on one of the two."""
     names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
@@ -74,7 +95,14 @@ def _of_tensor(tensor: Tensor) -> str:
 def digest(tensor: Tensor) -> int:
     """A checksum of the bytes and their positions: words times odd numbers, so that every change of a single word
     changes it. Needs 16 MB temporarily."""
-    words = tensor.detach().contiguous().view(-1).view(_INTEGERS.get(tensor.element_size(), torch.uint8))
+    words = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .view(-1)
+        .view(_INTEGERS.get(tensor.element_size(), torch.uint8))
+    )
     total = 0
     for piece in torch.split(words, _CHUNK):
         odd = torch.arange(piece.numel(), device=piece.device).mul_(2).add_(1)
