@@ -179,6 +179,13 @@ def _refuse_unready(name: str, parameter: nn.Parameter, collectives: Collectives
     refuse_unsupported(name, parameter)
     if not parameter.is_floating_point():
         raise InvalidValue(f"parameter {name} is {parameter.dtype}: optimizers train floating-point numbers")
+    if not parameter.is_contiguous():
+        # DDP lays its buckets out by the strides that it has seen, and reads them by those of now: in another order.
+        raise InvalidValue(
+            f"parameter {name} has the strides {parameter.stride()} (channels_last?), and its weights will be "
+            "contiguous: torch DDP, if it was built before, would mix up the elements of gradients. Make it contiguous "
+            "before DDP, model.to(memory_format=torch.contiguous_format); images may stay in channels_last"
+        )
     if parameter.device.type != collectives.device.type:
         raise InvalidValue(
             f"parameter {name} is on {parameter.device}, and this process group moves {collectives.device.type} tensors"

@@ -110,6 +110,40 @@ def test_clipping_is_torchs(rank: int) -> None:
     assert difference < LAST_BITS < max(float((found[name] - unclipped[name]).abs().max()) for name in found)
 
 
+@pytest.mark.by_gloo
+@on_ranks(2)
+def test_sparse_gradients_are_torchs(rank: int) -> None:
+    """The rank whose shard has the embedding raised torch's error about `reshape`, and the other one waited for it."""
+
+    def trained(optimizer_of: Any) -> Any:
+        model = make(lambda: nn.Sequential(nn.Embedding(700, 5, sparse=True), nn.Linear(5, 3)))
+        ddp, optimizer = DistributedDataParallel(model), optimizer_of(model)
+        for step in range(2):
+            optimizer.zero_grad()
+            ddp(torch.tensor([1, 350, 699, 1 + rank]) - step).square().sum().backward()
+            optimizer.step()
+        assert model[0].weight.grad.is_sparse
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    options = {"lr": 0.1, "foreach": False}
+    plain = trained(lambda m: torch.optim.SGD(m.parameters(), **options))
+    assert same_bits(trained(lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options)), plain)
+
+
+@on_ranks(2)
+def test_parameters_in_channels_last_are_refused(rank: int) -> None:
+    """DDP gave their gradients in the order of one format in the strides of the other."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"parameter 0 has the strides \(36, 1, 12, 4\) \(channels_last\?\), .*DDP"):
+        zeroshard.ShardedOptimizer(DistributedDataParallel(model).parameters(), torch.optim.SGD, lr=0.1)
+    ddp = DistributedDataParallel(model.to(memory_format=torch.contiguous_format))
+    zeroshard.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    x = torch.ones(2, 4, 8, 8).to(memory_format=torch.channels_last)
+    ddp(x).square().sum().backward()
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], [*expected])
+
+
 @on_ranks(2)
 def test_each_clip_acts_on_what_the_earlier_ones_have_left(rank: int) -> None:
     """The second clip forgot what the first one had done, in silence: the step was twice as long."""

@@ -88,12 +88,12 @@ class ExternalGradients(NoGradients):
         for fragment in self._layout.fragments_in(world):
             grad = self._of_name[fragment.slot.name].grad
             if grad is not None:
-                out[fragment.local.slice] = grad.reshape(-1)[fragment.param.slice]
+                out[fragment.local.slice] = _elements(grad, fragment.param)
         return out
 
     def views(self, world: Interval) -> Sequence[Tensor]:
         return [
-            grad.reshape(-1)[fragment.param.slice]
+            _elements(grad, fragment.param)
             for fragment in self._layout.fragments_in(world)
             if (grad := self._of_name[fragment.slot.name].grad) is not None
         ]
@@ -101,6 +101,19 @@ class ExternalGradients(NoGradients):
     def in_full(self, index: int) -> Tensor | None:
         grad = self._parameters[index].grad
         return grad if grad is not None and grad.layout is torch.strided else None
+
+
+def _elements(grad: Tensor, part: Interval) -> Tensor:
+    """[part.numel] of the flattened gradient. Of a sparse one (`nn.Embedding(sparse=True)`), only their rows are made
+    dense."""
+    if grad.layout is torch.strided:
+        return grad.reshape(-1)[part.slice]
+    if not grad.is_sparse:
+        return grad.to_dense().reshape(-1)[part.slice]
+    row = grad.shape[1:].numel()
+    rows = Interval(part.start // row, -(-part.stop // row))
+    dense = grad.narrow_copy(0, rows.start, rows.numel).to_dense()
+    return dense.view(-1)[part.relative_to(rows.start * row).slice]
 
 
 class SeenGradients:
