@@ -132,6 +132,13 @@ def test_a_cast_is_that_of_torch(dtype: torch.dtype, trained: Path, tmp_path: Pa
 def test_values_that_do_not_fit_the_dtype_are_refused(tmp_path: Path) -> None:
     save_file({"big": torch.tensor([1.0, 1e6])}, tmp_path / "model.safetensors")
     step = import_model(tmp_path, tmp_path / "run", step=0).path
+    for of_integers in (torch.int32, torch.bool, torch.float8_e4m3fn, "bf16"):  # it wrote zeros for most weights
+        for one in (export, export_dcp):
+            with pytest.raises(
+                ValueError, match="weights are cast to floating-point numbers of 16 bits or more, found"
+            ):
+                one(step, tmp_path / "out", dtype=of_integers)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(zeroshard.CheckpointError, match=r"big has values that are too large for torch.float16"):
         export(step, tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()

@@ -128,6 +128,8 @@ def place(out: Path, work: dict[str, Callable[[Path], object]], stale: re.Patter
 
 def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | None) -> Item:
     """An item for a whole stored tensor, which is read and cast block by block."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise InvalidValue(f"weights are cast to floating-point numbers of 16 bits or more, found dtype={dtype!r}")
     entry = reader.entry(stored)
     castable = entry.dtype.is_floating_point and entry.dtype.itemsize > 1
     target = dtype if dtype is not None and castable else entry.dtype
