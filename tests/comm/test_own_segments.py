@@ -13,6 +13,7 @@ from torch import nn
 
 import zeroshard
 from tests.kit import PLANS
+from tests.together import on_ranks
 from zeroshard.ranks.shared_memory import SharedMemory, _Own
 from zeroshard.testing import run_ranks
 
@@ -42,6 +43,27 @@ def test_segments_that_are_listed_for_peers_stay_until_they_have_mapped_them() -
     assert memory.locate(kept[0]) is not None
     kept.clear()
     assert list(memory._own) == [0]
+
+
+@pytest.mark.by_gloo
+@on_ranks(2)
+def test_what_a_peer_has_freed_does_not_stay_mapped(rank: int) -> None:
+    """Each step with gradients that were set by hand left a full buffer of the peer mapped, and so in memory."""
+    for plan in PLANS:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        memory, held = handle.engine.collectives.transport.memory, []
+        for step in range(5):
+            if step % 2:
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones(parameter.shape)
+            else:
+                optimizer.backward(model(torch.ones(2, 64)).sum())
+            optimizer.step()
+            held.append(sum(tensor.nbytes for tensor in memory.mapped()))
+        assert held[1] == held[3] and held[2] == held[4], (plan, held)
+        handle.close()
 
 
 @pytest.mark.by_gloo  # other transports have no files

@@ -17,10 +17,10 @@ import os
 import resource
 import secrets
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ class Location(NamedTuple):
 
 NOWHERE = Location(0, 0, 0, 0)
 """For bytes that no peer can read. (Segments are numbered from 1.)"""
+_View = tuple[int, int, int, torch.dtype, torch.Size]
+"""(identity, segment, offset, dtype, shape)."""
 _SEGMENTS = itertools.count(1)
 """Numbers for all segments of this process, not per mesh: meshes of one group share one identity, so peers could not
 tell two segments of the same number apart."""
@@ -74,7 +76,7 @@ class SharedMemory:
         self.process = process or Process(os.getpid(), secrets.randbits(62))
         self._own: dict[int, _Own] = {}  # by address
         self._mapped: dict[tuple[int, int], Tensor] = {}  # (identity, segment) -> bytes
-        self._views: dict[Hashable, Tensor] = {}  # of these bytes, as `peer` has returned them
+        self._views: dict[_View, Tensor] = {}  # of these bytes, as `peer` has returned them
         # By the address of the own shard. Weak: common memory belongs to the weights that lie in it.
         self._commons: weakref.WeakValueDictionary[int, Common] = weakref.WeakValueDictionary()
 
@@ -153,7 +155,11 @@ class SharedMemory:
             self._own[tensor.untyped_storage().data_ptr()].close()
 
     def map_segments(self, process: Process, segments: list[list[int]]) -> None:
-        """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment."""
+        """Map these segments of a peer now: a mapping stays readable after the peer has freed the segment. Its other
+        ones, whose memory lasts as long as they are mapped, are forgotten. (A bucket may be mapped again.)"""
+        listed = {segment for segment, *_ in segments}
+        self._mapped = {key: one for key, one in self._mapped.items() if _is_kept(key, process, listed)}
+        self._views = {key: one for key, one in self._views.items() if _is_kept(key, process, listed)}
         for segment, fd, num_bytes in segments:
             self.peer(process, Location(segment, fd, num_bytes, 0), torch.empty(0, dtype=torch.uint8, device="cpu"))
 
@@ -178,6 +184,11 @@ class SharedMemory:
         """The mapped segments of peers (the peers' own memory, not a copy), and common memory. Own shards are not
         listed: their tensors have storages of their own."""
         return [*self._mapped.values(), *(part for one in self._commons.values() for part in (one.full, one.everyone))]
+
+
+def _is_kept(key: Sequence[Any], process: Process, listed: Set[int]) -> bool:
+    """Whether a mapping, which begins with (identity, segment), is of one that is listed, or of another process."""
+    return key[0] != process.identity or key[1] in listed
 
 
 def _forget(own: dict[int, _Own], address: int, segment: int) -> None:
