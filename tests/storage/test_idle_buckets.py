@@ -8,13 +8,18 @@ bounds.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.layout import pool_plan
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.placement import SHARDED
 from zeroshard.storage import pool
+from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.testing import run_ranks
 
 
@@ -26,8 +31,6 @@ class Counted:
 
 
 def count_moves() -> Counted:
-    from zeroshard.storage.buffer import FlatBuffer
-
     counted, move = Counted(), FlatBuffer.move
 
     def counting(self: FlatBuffer, storage: Tensor | None = None) -> None:
@@ -81,6 +84,25 @@ def test_gradients_that_wait_in_buckets_are_out_of_the_way_of_the_next_backward(
                 assert torch.equal(here, there), plan
 
     run_ranks(check, num_ranks)
+
+
+def test_one_for_which_there_is_no_memory_outside_stays_a_guest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the program caught the error and went on, the next backward overwrote it in the bucket, in silence."""
+    layout = BufferLayout.pack([("weight", (512,))], 2)
+    allocate = partial(torch.zeros, dtype=torch.uint8)
+    shard = FlatBuffer(layout, 0, torch.float32, SHARDED, allocate, lasting=False)
+    shard.hold()
+    shard.shard.fill_(3.0)
+    bucket = allocate(shard.shard.nbytes)
+    shard.move(bucket)
+    monkeypatch.setattr(shard, "_allocate", lambda num_bytes: [0] * (1 << 62))
+    with pytest.raises(MemoryError):
+        shard.move()
+    assert shard.is_guest
+    monkeypatch.undo()
+    shard.move()
+    bucket.zero_()
+    assert not shard.is_guest and shard.shard.eq(3.0).all()
 
 
 @pytest.mark.by_cpu

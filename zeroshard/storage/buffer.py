@@ -181,10 +181,12 @@ class FlatBuffer:
         """Move the shard's values into `storage`, uint8 [bytes of the shard], part of a pool buffer; None: back into a
         storage of its own."""
         assert self.borrows and not self._lasting, "not a shard that comes and goes"
-        self.is_guest = storage is not None
+        is_guest = storage is not None
+        self.is_guest |= is_guest  # and until it is out: there may be no memory to move to
         storage = self._allocate(self._storage.nbytes) if storage is None else storage
         self._storage = storage.copy_(self._storage)
         self.shard = self._storage.view(self.dtype)
+        self.is_guest = is_guest
 
     def attach(self, full: Tensor) -> None:
         """Borrow a full-size tensor [layout.numel], until `detach`."""

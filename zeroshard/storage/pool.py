@@ -122,8 +122,9 @@ class PoolBuffer:
 
     def lodge(self, shard: FlatBuffer, start: int) -> None:
         """Move a shard's values into this idle buffer, from byte `start` on."""
-        shard.move(self.storage[start : start + shard.shard.nbytes])
-        self._guests.append(shard)
+        place = self.storage[start : start + shard.shard.nbytes]
+        self._guests.append(shard)  # first: if the move is interrupted, it may be here
+        shard.move(place)
 
     def send_away(self) -> None:
         """Move the shards that lie here back into storages of their own."""
