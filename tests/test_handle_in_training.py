@@ -490,6 +490,8 @@ def test_parts_of_main_that_do_not_fit(rank: int) -> None:
             with pytest.raises(zeroshard.Error, match=r"set_main_parts: expected \d+ tensors of the shapes \(\d+,\)"):
                 handle.set_main_parts(wrong)
             assert same_bits(handle.full_state_dict(), state)
+        with pytest.raises(ValueError, match=r"set_main_parts \(on rank 1\): expected"):  # rank 0 waited for it
+            handle.set_main_parts(own[rank:])
         handle.set_main_parts(part.clone() for part in own)
 
 

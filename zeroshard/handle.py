@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.same import expect_same_model, of_buffers
+from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.absent import NotCopied
 from zeroshard.model.right_call import NotTheModel
@@ -204,10 +205,10 @@ class Handle(NotTheModel, NotCopied):
         """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
         engine = self._open("set_main_parts")
         expect_none_written(engine.units, "set_main_parts")
-        fitting = parts_of(engine.trained_units("set_main_parts"), parts)
+        units = engine.trained_units("set_main_parts")
         engine.gatherer.settle()
-        engine.collectives.exchange_objects(None, "set_main_parts()")  # all ranks have read the weights
-        for unit, part in fitting:
+        # Its exchange also says that all ranks have read the weights.
+        for unit, part in together(engine.collectives, "set_main_parts", partial(parts_of, units, parts)):
             unit.write(unit.updated, part)
             unit.edits += 1
             engine.gatherer.updated(unit)

@@ -66,6 +66,11 @@ def test_weights_that_differ_between_ranks_are_refused_and_nothing_changes() -> 
             handle.load_full_state_dict(other, broadcast_from_rank0=True)
             after = handle.full_state_dict()
             assert all(torch.equal(after[name], before[name]) for name in ("0.weight", "0.bias", "2.weight"))
+            # But rank 0's can only be taken by ranks that have the same ones: they were copied in part, in silence.
+            handle.model[1].register_buffer("seen", torch.zeros(3 + rank // 2))
+            with pytest.raises(ValueError, match=r"different models: .*1\.seen \(3,\).* where rank 2 .*1\.seen \(4,\)"):
+                handle.load_full_state_dict({**other, "1.seen": torch.ones(3)}, broadcast_from_rank0=True)
+            assert same_bits(handle.full_state_dict(), {**after, "1.seen": torch.zeros(3 + rank // 2)})
             del optimizer
 
     run_ranks(check, 3)

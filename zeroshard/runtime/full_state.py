@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.ranges import phase
-from zeroshard.comm.same import expect_same
+from zeroshard.comm.same import expect_same, expect_same_model, of_buffers
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
 from zeroshard.io.values import encode
@@ -127,11 +127,14 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     if not from_rank0:  # each rank takes its part of these values, so all must have the same
         shared = {name: given[name] for name, v in names.items() if id(v) in sharded and name not in missing}
         expect_same(collectives, shared, "load_full_state_dict", PASS_THE_SAME)
+    rest = {name: v for name, v in names.items() if id(v) not in sharded and name not in missing}
+    if from_rank0:
+        sent = {name: v for name, v in rest.items() if name not in (*extra_states, *engine.plain.ignored)}
+        expect_same_model(collectives, of_buffers(sent), "load_full_state_dict")
     name_of = {id(value): name for name, value in names.items() if name not in missing}
     for unit in units:
         of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
         _load_unit(unit, of_unit, given, gatherer, from_rank0=from_rank0)
-    rest = {name: v for name, v in names.items() if id(v) not in sharded and name not in missing}
     for name, value in rest.items():
         if name in extra_states:
             extra = _from_rank0(collectives, given.get(name)) if from_rank0 else given[name]
