@@ -297,10 +297,11 @@ class Handle(NotTheModel, NotCopied):
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
-        buffers of weights; buckets: of gradients; scratch). Memory mapped from another rank is counted by that rank.
+        buffers of weights, also in a block of `unsharded`; buckets: of gradients; scratch). Memory mapped from another
+        rank is counted by that rank.
 
         Args:
-            peak: for transients, the largest number of bytes of each kind that were held at once since `shard`.
+            peak: for transients, the most bytes of each kind that were held at once, outside of such blocks.
         """
         return self.engine.memory(peak=peak)
 

@@ -143,6 +143,7 @@ def test_what_else_a_handle_does_leaves_them_alone(tmp_path: Path) -> None:
                 model[0].expert.up.weight.add_(0.0)
                 model[2].bias.add_(1.0)
             handle.average_buffers()
+            assert not Managed.without(model, None).ignored
             zeroshard.save(tmp_path / plan.name, handle, optimizer, step=1)
             with torch.no_grad():
                 model[0].expert.up.weight.zero_()

@@ -123,6 +123,24 @@ def test_every_row_is_exact_and_planned_and_no_storage_is_forgotten(num_ranks: i
         expect_equal_logs(logs)
 
 
+@pytest.mark.by_gloo  # the other backend copies
+def test_full_weights_of_a_scope_are_counted() -> None:
+    def check(rank: int) -> None:
+        gc.freeze()
+        before = live_storages()
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3", units=Block)
+        with handle.unsharded():
+            expect_accounted(handle, before)
+            full = sum(unit.layout.numel for unit in handle.engine.units) * 4
+            assert handle.memory()["ring"] == full
+        with handle.unsharded("blocks.0"):
+            expect_accounted(handle, before)
+        expect_accounted(handle, before)
+
+    run_ranks(check, 2)
+
+
 def test_the_remainder_saves_exactly_two_bytes_where_main_is() -> None:
     def check(rank: int) -> None:
         for plan in plans_of(0):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidType, InvalidValue
 
-Ignored = str | nn.Module | nn.Parameter | Iterable[str | nn.Module | nn.Parameter]
+Ignored = str | nn.Module | nn.Parameter | Iterable[str | nn.Module | nn.Parameter] | None
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Managed:
         """
         if isinstance(ignored, (str, nn.Module, nn.Parameter)):
             ignored = [ignored]  # one; the letters of a name may be names of other modules
-        tensors = {id(tensor) for one in ignored for tensor in _tensors_of(one, model)}
+        tensors = {id(tensor) for one in ignored or () for tensor in _tensors_of(one, model)}
         return cls(frozenset(name for name, tensor in _named(model) if id(tensor) in tensors)) if tensors else cls()
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:

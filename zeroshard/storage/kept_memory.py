@@ -23,6 +23,7 @@ class KeptMemory:
         """`buffer`: of the weights."""
         self._buffer = buffer
         self._last: StorageWeakRef | None = None
+        self._address = 0
 
     def take(self) -> Tensor:
         """[layout.numel]: new, or that of the block before if a tensor that lies there is alive."""
@@ -32,4 +33,10 @@ class KeptMemory:
                 return self._buffer.shard.new_empty(0).set_(storage, 0, (self._buffer.layout.numel,), (1,))
         full = self._buffer.shard.new_empty(self._buffer.layout.numel)
         self._last = StorageWeakRef(full.untyped_storage())  # type: ignore[no-untyped-call]
+        self._address = full.data_ptr()
         return full
+
+    def held(self) -> list[Tensor]:
+        """What the weights lie in now, if it is this memory."""
+        full = self._buffer.full
+        return [] if full is None or full.data_ptr() != self._address else [full]

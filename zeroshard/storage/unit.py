@@ -211,6 +211,7 @@ class Unit:
             "weights": self.weights.buffer.storages(),
             "grads": self.grads.storages(),
             "main": self.main.storages(),
+            "ring": self.apart.held(),
         }
 
 
