@@ -18,6 +18,7 @@ from zeroshard import handle as of_handle
 from zeroshard.runtime import calls, give_back, hooks, schedule
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import PlainModel
+from zeroshard.step.flat_state import FlatState
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
@@ -178,6 +179,35 @@ def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(r
         assert same_bits(*results)
 
     in_turn(check, PLANS)(rank)
+
+
+@on_ranks(1)
+def test_after_an_interrupt_where_other_parameters_begin_to_take_part_they_do(rank: int) -> None:
+    """The next steps took the pieces for planned, and left them out, in silence, also after a load."""
+    results = []
+    for interrupted in (False, True):
+        handle = zeroshard.shard(make(), "zero1", units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        model = handle.model
+        model[:2](torch.ones(5, WIDTH)).square().mean().backward()  # the last layer has no gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        if interrupted:
+            weights, state = handle.full_state_dict(), optimizer.state_dict()
+
+            def refused(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            loss_of(model, 7).backward()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(FlatState, "of_unit", refused)
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            optimizer.zero_grad()
+            handle.load_full_state_dict(weights)
+            optimizer.load_state_dict(state)
+        results.append(train(handle, optimizer))
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("place", [1, 2])

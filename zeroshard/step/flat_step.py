@@ -169,13 +169,13 @@ class FlatStep:
         state."""
         if active == self._active:
             return
-        self._active = active
+        known, self._active = self._active, {}  # if this is interrupted, the next call plans anew
         for unit, flags in active.items():
             if any(
                 len({flags[i] for i in unit.layout.slots_in(piece.world)}) > 1 for piece in self.state.of_unit(unit)
             ):
                 self.state.refine(unit, flags)
-        changed = False
+        changed = not known
         for piece in self.state.pieces:
             flags = active[piece.unit]
             is_active = any(flags[i] for i in piece.unit.layout.slots_in(piece.world))
@@ -183,6 +183,7 @@ class FlatStep:
             piece.active = is_active
         if changed:
             self._plan_batches()
+        self._active = active
 
     # Gradients ---------------------------------------------------------------------------------------------------
 
