@@ -29,6 +29,7 @@ from tests.parity.common import BF16, FP16, FP32, expect_equal_logs
 from tests.storage.live import expect_accounted, live_storages
 from zeroshard.planner import plan_memory
 from zeroshard.precision import MixedPrecision
+from zeroshard.storage.kept_memory import KeptMemory
 from zeroshard.testing import run_ranks
 
 Row = tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -124,7 +125,7 @@ def test_every_row_is_exact_and_planned_and_no_storage_is_forgotten(num_ranks: i
 
 
 @pytest.mark.by_gloo  # the other backend copies
-def test_full_weights_of_a_scope_are_counted() -> None:
+def test_full_weights_of_a_scope_are_counted_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(rank: int) -> None:
         gc.freeze()
         before = live_storages()
@@ -136,6 +137,18 @@ def test_full_weights_of_a_scope_are_counted() -> None:
             assert handle.memory()["ring"] == full
         with handle.unsharded("blocks.0"):
             expect_accounted(handle, before)
+        take, left = KeptMemory.take, [2]
+
+        def take_two(memory: KeptMemory) -> Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise MemoryError
+            return take(memory)
+
+        monkeypatch.setattr(KeptMemory, "take", take_two)
+        with pytest.raises(MemoryError), handle.unsharded():  # the units before it stayed gathered
+            pass
+        assert not any(unit.weights.in_use or unit.weights.shown for unit in handle.engine.units)
         expect_accounted(handle, before)
 
     run_ranks(check, 2)

@@ -175,13 +175,14 @@ def _shown(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def _open_for_writing(units: Sequence[Unit]) -> Iterator[None]:
-    for unit in units:
-        unit.weights.writers += 1
+    before = [unit.weights.writers for unit in units]
     try:
+        for unit in units:
+            unit.weights.writers += 1
         yield
     finally:
-        for unit in units:
-            unit.weights.writers -= 1
+        for unit, number in zip(units, before, strict=True):
+            unit.weights.writers = number
 
 
 def _count_writes(units: Sequence[Unit], before: Sequence[Sequence[int]], collectives: Collectives) -> None:
