@@ -7,7 +7,7 @@ import os
 import resource
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, with_plans
+from tests.timed_backend import timed_ranks
 from tests.together import in_turn, on_ranks
-from zeroshard.layout import cuts
+from zeroshard.layout import cuts, pool_plan
 from zeroshard.model.absent import is_absent
+from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.pool import PoolBuffer
 from zeroshard.testing import run_ranks
 
 PRECISIONS = ("fp32", "bf16", "bf16-remainder")
@@ -321,6 +324,42 @@ def test_an_exception_leaves_a_state_from_which_the_next_iteration_is_right(rank
                 assert all(same_bits(mine[i], theirs[i]) for i in theirs), (plan, where)
 
     in_turn(check, ["fp32", "bf16-remainder"])(rank)
+
+
+@pytest.mark.parametrize("timing", ["", "early"])
+def test_after_a_backward_without_memory_the_next_ones_need_no_more(timing: str) -> None:
+    """The bucket for which there was none counted as occupied, so each unit got one of its own, for good. Over native
+    backends the scratch of a reduction for whose result there was none did not come back: every later backward raised
+    "pop from an empty deque"."""
+
+    def check(rank: int) -> None:
+        pool_plan.KEPT_BYTES = 0  # units share one bucket
+        for owner, name, number in ((PoolBuffer, "_take", 2), (FlatBuffer, "hold", 1)):  # 1: the root has a bucket
+            found = []
+            for fails in (False, True):
+                model, handle, optimizer = start("zero3")
+                steps(model, optimizer, rank, range(1))
+                with pytest.MonkeyPatch.context() as patch:
+                    original, calls = getattr(owner, name), [0]
+
+                    def take(one: Any, original: Any = original, calls: list[int] = calls, number: int = number) -> Any:
+                        calls[0] += not isinstance(one, PoolBuffer) or one.kind == "buckets"
+                        if calls[0] == number:
+                            raise MemoryError
+                        return original(one)
+
+                    handle.engine.pool.empty()
+                    patch.setattr(owner, name, take)
+                    if fails:
+                        with pytest.raises(MemoryError):
+                            loss_of_tokens(model, rank, 0, 9).backward()
+                optimizer.zero_grad()
+                steps(model, optimizer, rank, range(1, 3))
+                found.append((handle.memory(peak=True)["buckets"], handle.full_state_dict()))
+            assert found[0][0] == found[1][0] and same_bits(found[0][1], found[1][1]), (name, timing)
+
+    with timed_ranks(timing) if timing else nullcontext():
+        run_ranks(check, 2)
 
 
 @contextmanager

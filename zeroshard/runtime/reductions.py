@@ -97,8 +97,9 @@ class Reductions:
             why = f"a bucket for unit {unit.name}, while others wait for gradients or a backward that reduces,"
             bucket = self._buckets.give(unit, why)
             bucket.lasting = bucket.is_shared
+        place = bucket.tensor(unit.layout.numel, grads.buffer.dtype)  # first: there may be no memory for it
         bucket.occupy(unit)
-        grads.open(bucket.tensor(unit.layout.numel, grads.buffer.dtype))
+        grads.open(place)
 
     def _bucket_in_turn(self, unit: Unit, grads: Gradients) -> PoolBuffer | None:
         """A bucket that is free, or the first that becomes free when reductions complete; None if there is none."""
@@ -144,8 +145,13 @@ class Reductions:
         scratch = self._free_scratch.popleft() if needs_scratch else None
         if scratch is not None and self.waits_for_none:
             self._free_scratch.append(scratch)
-        room = self._empty if scratch is None else scratch.storage
-        grads.reduce(self._collectives, room, self._of_replicas.storage, look)
+        try:
+            room = self._empty if scratch is None else scratch.storage
+            grads.reduce(self._collectives, room, self._of_replicas.storage, look)
+        except BaseException:  # there is no memory for the sum, for example
+            if scratch is not None and not self.waits_for_none:
+                self._free_scratch.appendleft(scratch)
+            raise
         self._arriving.append((unit, grads, scratch))
         if grads.buffer.pending.goes_on:
             self._not_over.append((unit, grads))
