@@ -84,7 +84,6 @@ class Agreement:
         follows: whether this rank is a follower of a join, and carries out orders (`runtime/join.py`).
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
-        skip_norm_above: steps whose gradient has a larger norm are skipped; None: none.
         ahead: whether updates go ahead of the answer.
         clipping: the clips requested for the next step.
         same: samples of the gradients, if there are several ranks, and every rank has them in full; else None.
@@ -108,7 +107,7 @@ class Agreement:
         are_equal = engine.plan.mean is REPLICATED and not self._is_alone
         self.same = SameGradients(engine.collectives) if are_equal else None
         self._engine, self._groups, self._steppers = engine, groups, steppers
-        self._non_finite, self.skip_norm_above = non_finite, skip_norm_above
+        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported, self.clipping = SettingsReport(), Clipping()
         self.ahead = Ahead(engine, groups, steppers)
         engine.collectives.messages.introduce(_AGAIN, updates=True)
@@ -252,7 +251,7 @@ class Agreement:
         overflows = self.losses.overflows()
         if status is Status.READY:
             is_unscaled = self.losses.default is not None and not self.losses.used  # a step then raises
-            needs_host |= overflows is not None or is_unscaled or self.skip_norm_above is not None
+            needs_host |= overflows is not None or is_unscaled or self._skip_norm_above is not None
             status = self.ahead.status(flags, norm_type, needs_host=needs_host)
         contribution = Contribution(
             status,
@@ -324,7 +323,7 @@ class Agreement:
         """The settings of this step, which must be the same on all ranks."""
         own = (
             ("non_finite", self._non_finite),
-            ("skip_norm_above", plain(self.skip_norm_above)),
+            ("skip_norm_above", plain(self._skip_norm_above)),
             ("the losses of this step have weights", self.losses.weight is not None),
             ("the loss scales of this step", tuple(map(repr, self.losses.used))),
         )
@@ -398,7 +397,7 @@ class Agreement:
         """
         policy = self._non_finite or ("skip" if self.losses.used else "raise")
         if control.finite or policy == "ignore":
-            return self.skip_norm_above is not None and not norm <= self.skip_norm_above
+            return self._skip_norm_above is not None and not norm <= self._skip_norm_above
         exhausted = self.losses.exhausted(self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""

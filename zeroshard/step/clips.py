@@ -94,11 +94,8 @@ class Clips:
             isinstance(unit.grads, Gradients) and unit.grads.means_in_full and unit.grads.held_in == unit.main.dtype
             for unit in self._agreement.units
         )
-        # Followers of a join are told the factor with the step. And under every plan, the norm before the clip decides
-        # whether the step is skipped.
-        waits = self._engine.collectives.orders is not None
-        waits |= self._clipping.value is not None and self._agreement.skip_norm_above is not None
-        if is_exact and not waits and self._engine.reducer.visible.final and not self._clipping.awaits_norm:
+        is_told = self._engine.collectives.orders is not None  # followers of a join are told the factor with the step
+        if is_exact and not is_told and self._engine.reducer.visible.final and not self._clipping.awaits_norm:
             self.apply()
 
     @torch.no_grad()
