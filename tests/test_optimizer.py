@@ -435,3 +435,60 @@ def test_after_an_update_that_raised_weights_and_state_are_loaded_anew() -> None
             assert same_bits(handle.full_state_dict(), expected), plan
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_learning_rate_of_one_group_leaves_the_others(num_ranks: int) -> None:
+    """torch gives the tensor of the defaults to every group. A number in one of them was written into that tensor, so
+    all groups had it; also another optimizer that was built with the tensor."""
+
+    def check(rank: int) -> None:
+        lr = torch.tensor(1e-2)
+        ends = []
+        for is_plain in (True, False):
+            model = make(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+            groups = [{"params": list(layer.parameters())} for layer in model]
+            if is_plain:
+                optimizer: Any = torch.optim.AdamW(groups, lr=lr)
+            else:
+                zeroshard.shard(model, "zero1")
+                optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=lr)
+            optimizer.param_groups[0]["lr"] = 0.5
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+            assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.5, 1e-2])
+        assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True)) and lr == 1e-2
+
+    run_ranks(check, num_ranks)
+
+
+class OwnRate(torch.optim.SGD):
+    """Finds a learning rate by itself if none is given, as Adafactor of transformers."""
+
+    def __init__(self, params: Any, lr: float | None = None) -> None:
+        super().__init__(params, lr=0.1)
+        for group in (self.defaults, *self.param_groups):
+            group["lr"] = lr
+
+    def step(self, closure: Any = None) -> None:
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 0.25 if group["lr"] is None else group["lr"]
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def test_a_class_may_have_no_learning_rate() -> None:
+    """It raised "float() argument must be a string or a real number"."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(2, 1, bias=False))
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, "zero1"), OwnRate)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert torch.equal(before - model.weight, torch.full((1, 2), 0.25)) and optimizer.param_groups[0]["lr"] is None
+
+    run_ranks(check, 2)

@@ -64,7 +64,7 @@ class EngineOfParameters(Engine):
                     "torch.nn.utils.vector_to_parameters does)"
                 )
 
-    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> bool:
+    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> None:
         """Shard the parameters that begin to train: they are not sharded yet, and require grad or have a gradient.
         Collective; errors as of `shard_parameters`."""
         wanted = {name: parameter for name, parameter in _wanted(parameters).items() if handle_of(parameter) is None}
@@ -79,7 +79,6 @@ class EngineOfParameters(Engine):
         if wanted:
             self.take(wanted, handle)
         self.note_untaken(parameters)
-        return bool(wanted)
 
     def note_untaken(self, parameters: Iterable[nn.Parameter]) -> None:
         """Set `untaken`. `parameters`: all parameters of the optimizer."""

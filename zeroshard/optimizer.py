@@ -327,7 +327,7 @@ class ShardedOptimizer(TorchOptimizer):
         under OPTIMIZER_ONLY, to no handle. Existing state is kept. Collective (outside of the constructor)."""
         group, of_group = self._classes.completed(param_group)
         lr = group.get("lr", self.defaults.get("lr", 0.0))
-        if not 0.0 <= float(lr) < math.inf:
+        if lr is not None and not 0.0 <= float(lr) < math.inf:  # None: the class finds its own (Adafactor)
             raise InvalidValue(f"the learning rate must be a finite number from 0, found {lr}")
         super().add_param_group(group)
         self._classes.of_groups.append(of_group)
@@ -345,7 +345,7 @@ class ShardedOptimizer(TorchOptimizer):
                 self.rebuild()
         except BaseException:
             self.param_groups.pop(), self._classes.of_groups.pop()
-            self._steppers.all, self._steppers.units = before
+            self._steppers.all, self._steppers.units, self._steppers.built_for = *before, None  # a step builds anew
             self.groups.changed()
             raise
 
@@ -355,8 +355,8 @@ class ShardedOptimizer(TorchOptimizer):
         if not self._is_built:
             return  # called from the constructor, which makes the steppers itself
         state = self._steppers.gather()
-        self.adopt(self.groups.newly_trainable())
-        self._steppers.build(self.groups)
+        with self.groups.adopted(self.groups.newly_trainable(), self._itself()):
+            self._steppers.build(self.groups)
         self._steppers.load(state)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -366,9 +366,9 @@ class ShardedOptimizer(TorchOptimizer):
 
     def look_for_newcomers(self) -> None:
         """Under OPTIMIZER_ONLY, take parameters that have begun to require grad. Collective, if there may be any."""
-        if not self.engine.untaken or all(handle_of(parameter) for parameter in self.groups.parameters()):
-            return
-        if self.engine.take_newcomers(self.groups.parameters(), self.handle):
+        if self.engine.untaken and not all(handle_of(parameter) for parameter in self.groups.parameters()):
+            self.engine.take_newcomers(self.groups.parameters(), self.handle)
+        if self._steppers.built_for is not self.engine.reducer:  # also where an earlier `rebuild` has raised
             self.rebuild()
 
     # For checkpoints ---------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class ShardedOptimizer(TorchOptimizer):
 
     @property
     def steppers(self) -> Sequence[Stepper]:
-        """The steppers: the parts of main that this rank updates, and their state."""
+        """They have the parts of main that this rank updates, and their state."""
         return self._steppers.all
 
     @property
@@ -417,13 +417,14 @@ def scaled_loss(
         raise InvalidValue(
             f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
         )
+    weight = None if weight is None else float(weight)  # a tensor too: it may be a sum over a mask
     if weight is not None and not 0 <= weight < math.inf:
         raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")
     if not loss.requires_grad:
         raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
     engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
     with optimizer.scaling.backward(scaler, weight, anew=engine.begins_anew()) as factor:
-        scaled = loss if factor == 1.0 else loss.float() * factor
+        scaled = loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
         is_plain = not arguments.keys() - {"retain_graph"}
         with engine.reducer.expect_backward(scaled, is_plain=is_plain), _told_of_gone_weights(engine.units):
             yield scaled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +48,8 @@ class StepResult:
         return format(self._the_loss(), spec) if spec else str(self)
 
     def __eq__(self, other: object) -> Any:
-        return astuple(self) == astuple(other) if isinstance(other, StepResult) else self.loss == other
+        # Not `astuple`, which copies: a loss with a graph cannot be copied.
+        return vars(self) == vars(other) if isinstance(other, StepResult) else self.loss == other
 
     __hash__ = object.__hash__
 

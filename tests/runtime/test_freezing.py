@@ -470,3 +470,53 @@ def test_at_random(shape: tuple[int, ...]) -> None:
 
     first, *others = run_ranks(check, math.prod(shape))
     assert all(all(map(same_bits, first, of_rank)) for of_rank in others)
+
+
+def trains(handle: Any, optimizer: Any, model: nn.Module, of: str) -> bool:
+    before = handle.full_state_dict()[of]
+    optimizer.zero_grad()
+    model(batch(0, 1)).square().mean().backward()
+    optimizer.step()
+    return not torch.equal(before, handle.full_state_dict()[of])
+
+
+@on_ranks(2)
+def test_a_class_that_refuses_what_is_unfrozen_does_so_again(rank: int) -> None:
+    """The forward raised. If the loop went on (a notebook's cell that is run again), the bias stayed as it was, in
+    silence; also under OPTIMIZER_ONLY, where the step raised. Another optimizer may have it then."""
+    model = build().requires_grad_(False)
+    model[1].weight.requires_grad_(True)
+    handle = zeroshard.shard(model, "zero1", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Muon, lr=0.1)
+    assert trains(handle, optimizer, model, "1.weight")
+    model[1].bias.requires_grad_(True)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+            trains(handle, optimizer, model, "1.bias")
+    assert len(optimizer.param_groups[0]["params"]) == 1
+    other = zeroshard.ShardedOptimizer([model[1].bias], torch.optim.SGD, lr=0.1)
+    assert trains(handle, optimizer, model, "1.weight") and trains(handle, other, model, "1.bias")
+
+    plain = build()
+    plain[1].bias.requires_grad_(False)
+    matrices = [{"params": [layer.weight for layer in plain] + [plain[1].bias], "optimizer_class": torch.optim.Muon}]
+    alone = zeroshard.ShardedOptimizer(matrices, torch.optim.SGD, lr=0.1)
+    plain[1].bias.requires_grad_(True)
+    for _ in range(2):
+        plain(batch(0, 1)).square().mean().backward()
+        with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+            alone.step()
+
+
+@on_ranks(2)
+def test_what_is_unfrozen_trains_although_a_group_beside_it_was_refused(rank: int) -> None:
+    """The first group had the weight after `add_param_group` had raised, and no step updated it."""
+    model = build().requires_grad_(False)
+    model[2].weight.requires_grad_(True)
+    handle = zeroshard.shard(model, "zero2", units=nn.Linear)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        optimizer.add_param_group({"params": [model[0].bias], "optimizer_class": torch.optim.Muon})
+    assert trains(handle, optimizer, model, "0.weight") and trains(handle, optimizer, model, "0.bias")
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3]

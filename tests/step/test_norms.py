@@ -17,7 +17,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import LAST_BITS, VOCAB, Block, Net, largest_difference, loss_of_tokens, make, plans_of, same_bits
+from tests.kit import (
+    DEVICE,
+    LAST_BITS,
+    VOCAB,
+    Block,
+    Net,
+    largest_difference,
+    loss_of_tokens,
+    make,
+    plans_of,
+    same_bits,
+)
 from tests.parity.common import expect_equal_logs
 from tests.together import on_ranks
 from zeroshard.optim import Lamb
@@ -294,3 +305,35 @@ def test_a_rank_without_tokens_weighs_nothing(rank: int) -> None:
         optimizer.step()
         moved = before - handle.full_state_dict()["weight"]
         assert torch.allclose(moved, torch.full((1, 4), (1 * 2 + 3 * 3) / 4))
+
+
+@on_ranks(2)
+def test_weights_lose_no_precision_of_fp64_and_may_be_tensors(rank: int) -> None:
+    """The loss was multiplied in fp32. On one rank the norm of a step with such a weight was a tensor."""
+    model = make(lambda: nn.Linear(3, 2).double())
+    optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, "zero1"), torch.optim.SGD, lr=1.0)
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64, device=DEVICE).view(4, 3)
+    norms = []
+    for weight in (None, 0.3, torch.tensor(7)):
+        optimizer.backward(model(x).square().mean(), weight=weight)  # type: ignore[arg-type]
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.zero_grad()
+    assert norms[1:] == pytest.approx([norms[0]] * 2, rel=1e-14)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_largest_element_is_not_found_beside_nan(num_ranks: int) -> None:
+    """`max` of Python passes over a NaN that is not the first, of a later param group: the norm looked finite."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: nn.Linear(3, 2))
+        zeroshard.shard(model, "zero1")
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        optimizer = zeroshard.ShardedOptimizer(groups, torch.optim.SGD, lr=1.0, non_finite="skip")
+        model.bias.register_hook(lambda gradient: gradient * math.nan)
+        optimizer.backward(model(torch.ones(1, 3, device=DEVICE)).sum())
+        with pytest.raises(RuntimeError, match="the gradient norm is nan"):
+            optimizer.clip_grad_norm_(1.0, math.inf, error_if_nonfinite=True)
+        assert math.isnan(optimizer.step().grad_norm)
+
+    run_ranks(check, num_ranks)

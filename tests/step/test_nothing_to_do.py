@@ -112,6 +112,13 @@ def test_a_tensor_stays_one() -> None:
     assert result.applied and result.loss is loss
 
 
+def test_results_whose_losses_have_graphs_are_compared() -> None:
+    """It raised: such a loss cannot be copied."""
+    loss = torch.ones((), requires_grad=True) * 2
+    assert zeroshard.StepResult(True, 1.0, loss=loss) == zeroshard.StepResult(True, 1.0, loss=loss)
+    assert zeroshard.StepResult(True, 1.0, loss=loss) != zeroshard.StepResult(True, 1.0, loss=loss + 1)
+
+
 def test_without_a_closure_there_is_no_loss() -> None:
     result = zeroshard.StepResult(True, 1.0)
     for use in (float, lambda r: r < 1, lambda r: r + 1, lambda r: r.item(), lambda r: f"{r:.1f}"):

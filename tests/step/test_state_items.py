@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import PLANS, make, plans_of
-from tests.together import in_turn
+from tests.kit import DEVICE, PLANS, make, plans_of
+from tests.together import in_turn, on_ranks
 from zeroshard.exchange import export_dcp, import_dcp
 from zeroshard.optim import Lamb
 from zeroshard.testing import run_ranks
@@ -244,3 +244,38 @@ def test_state_in_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) -> N
     """Momentum of SGD stayed in the other dtype, in silence; a step of AdamW raised in torch."""
     cases = ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 1e-2}))
     run_ranks(in_turn(loaded_in, [(of_class, options, dtype) for of_class, options in cases]), 2)
+
+
+class Late(torch.optim.SGD):
+    """Begins an average of a parameter in the first step in which it has a gradient while the group wants one."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group.get("averages") and parameter.grad is not None:
+                    self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.5)
+
+
+@on_ranks(2)
+def test_what_only_some_parameters_have_stays_with_these(rank: int) -> None:
+    """Loaded into a new optimizer, all parameters of a piece had the items of its first one."""
+
+    def new() -> tuple[Any, zeroshard.ShardedOptimizer]:
+        model = make(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+        return model, zeroshard.ShardedOptimizer(zeroshard.shard(model, "zero1"), Late, lr=0.1, momentum=0.9)
+
+    for used in range(2):
+        model, optimizer = new()
+        x = torch.ones(2, 5, device=DEVICE)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.param_groups[0]["averages"] = True
+        model[used](x).sum().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        _, optimizer = new()
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        found = optimizer.state_dict()["state"].values()
+        assert [{*items} for items in found] == [{*items} for items in saved["state"].values()]
+        assert sum("average" in items for items in found) == 2

@@ -117,10 +117,9 @@ class Engine(NotCopied):
         """Whether an optimizer of this model may have the parameter."""
         return any(parameter is mine for unit in self.units for mine in unit.parameters)
 
-    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> bool:
+    def take_newcomers(self, parameters: Sequence[nn.Parameter], handle: Any) -> None:
         """Shard those of an optimizer's parameters that are admitted and not sharded yet: there can be some only under
-        OPTIMIZER_ONLY (`external.py`). Returns whether there were any. `handle`: the one that owns them then."""
-        return False
+        OPTIMIZER_ONLY (`external.py`). `handle`: the one that owns them then."""
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """See `Handle.trainable_parameters`."""

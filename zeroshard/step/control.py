@@ -89,6 +89,8 @@ class Control:
     @property
     def norm(self) -> float:
         """The norm over all groups."""
+        if any(map(math.isnan, self.group_norms)):  # which `max` passes over
+            return math.nan
         if math.isinf(self.norm_type):
             return max(self.group_norms, default=0.0)
         return float(sum(norm**self.norm_type for norm in self.group_norms) ** (1 / self.norm_type))

@@ -327,13 +327,12 @@ def _piece_value(piece: Piece, key: str, of_slot: Sequence[Mapping[str, Any]], e
 
 
 def _same_in_a_piece(values: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """The values that all parameters of one piece must have in common."""
-    numbers = {
-        key: value.item() if isinstance(value, Tensor) else value
+    """What all parameters of one piece must have in common: which items, the dtypes of tensors, and other values."""
+    common = {
+        key: value.dtype if isinstance(value, SavedTensor) else value.item() if isinstance(value, Tensor) else value
         for key, value in values.items()
-        if not isinstance(value, SavedTensor)
     }
-    return tuple(sorted((key, repr(value)) for key, value in numbers.items())) if values else (("", "none"),)
+    return tuple(sorted((key, repr(value)) for key, value in common.items()))
 
 
 def _value(item: Sequence[Any], destination: Destination) -> Any:

@@ -60,7 +60,8 @@ class Inner:
             group = self.groups[index]
             for key, value in options[index].items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
-                    group[key].fill_(value)  # a class that keeps a tensor expects the same object
+                    # Not `fill_`: torch gives one tensor to all groups that take an option from the defaults.
+                    group[key] = torch.full_like(group[key], value)  # a class that keeps a tensor expects one
                 elif key != "params":
                     group[key] = value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import is_
@@ -164,6 +164,19 @@ class ParamGroups:
         self.lists[0]["params"][:] = groups[0]
         self.changed()
 
+    @contextmanager
+    def adopted(self, parameters: Sequence[nn.Parameter], owner: Owner) -> Iterator[None]:
+        """Like `adopt`; if the body raises, it is undone."""
+        before = list(self.lists[0]["params"])
+        with self._engine.claims.claimed(parameters, owner):
+            self.adopt(parameters, owner)
+            try:
+                yield
+            except BaseException:
+                self.lists[0]["params"][:] = before
+                self.changed()
+                raise
+
     def _unclaimed(self) -> Iterator[nn.Parameter]:
         for unit in self._engine.units:
             yield from (unit.parameters[index] for index in sorted(self._engine.claims.unclaimed(unit)))
@@ -224,7 +237,7 @@ class ParamGroups:
             for key, value in theirs.items():
                 mine = group[key]
                 if isinstance(mine, Tensor):
-                    mine.fill_(value)
+                    group[key] = torch.full_like(mine, value)  # not `fill_`: see `Inner.read_options`
                 else:
                     group[key] = tuple(value) if isinstance(mine, tuple) else value
 

@@ -14,6 +14,7 @@ from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.full_state import EVERYWHERE, Destination
+from zeroshard.runtime.reduce import Reducer
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
 from zeroshard.step.granularity import Granularity, Watched, expect_empty_taken, granularity_of
@@ -39,6 +40,7 @@ class Steppers:
         all: one stepper for each optimizer class; steppers of whole parameters first.
         units: unit -> the slots that these steppers have, in the engine's order.
         num_builds: how often they have been built.
+        built_for: the reducer of the units that they were built for. Another one, if a build has raised since.
         waiting: the state of frozen parameters, in full on every rank, until they begin to train.
     """
 
@@ -47,6 +49,7 @@ class Steppers:
         self.all: tuple[Stepper, ...] = ()
         self.units: dict[Unit, set[int]] = {}
         self.num_builds = 0
+        self.built_for: Reducer | None = None
         self.waiting: FullState = {}
         self._watched: list[Watched] = []
 
@@ -66,6 +69,7 @@ class Steppers:
         self.num_builds += 1
         in_pieces = [stepper.assignment for stepper in new if isinstance(stepper, FlatStep)]
         self._watched = [Watched(one, groups.classes.declared(one.optimizer_class)) for one in in_pieces if groups]
+        self.built_for = self._engine.reducer
 
     def expect_as_built(self, options: Sequence[Options]) -> None:
         """Before a step. `options`: the user's param groups.
