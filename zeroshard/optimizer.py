@@ -214,6 +214,7 @@ class ShardedOptimizer(TorchOptimizer):
 
         Raises:
             ValueError: `clip_value` is not positive.
+            RuntimeError: gradients set by hand wait for their mean.
         """
         self._clips.by_value(clip_value)
 
@@ -360,8 +361,7 @@ class ShardedOptimizer(TorchOptimizer):
         self._steppers.load(state)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add parameters of the handle that no optimizer has to the first group, at the place that they would have had
-        from the start."""
+        """Add parameters of the handle that no optimizer has to the first group, in the order of the model."""
         self.groups.adopt(parameters, self._itself())
 
     def look_for_newcomers(self) -> None:

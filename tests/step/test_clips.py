@@ -21,7 +21,7 @@ from zeroshard.testing import RankError, run_ranks
 class Steps:
     """What the sequences below call: for a sharded model, or for the plain one with the mean gradient of all ranks."""
 
-    def __init__(self, rank: int, num_ranks: int, plan: zeroshard.Plan | None) -> None:
+    def __init__(self, rank: int, num_ranks: int, plan: zeroshard.Plan | None, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
         self.rank, self.num_ranks, self.batch = rank, num_ranks, 0
@@ -29,7 +29,7 @@ class Steps:
             self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1.0)
         else:
             self.handle = zeroshard.shard(self.model, plan, units=nn.Linear)
-            self.optimizer = zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=1.0)
+            self.optimizer = zeroshard.ShardedOptimizer(self.handle, torch.optim.SGD, lr=1.0, **options)
         self.is_plain = plan is None
 
     def _loss(self, rank: int) -> Tensor:
@@ -286,3 +286,51 @@ def test_a_rank_whose_gradients_are_zero_clips_as_the_others(num_ranks: int) -> 
                     torch.testing.assert_close(step(rank, plan, seed, zero), expected, rtol=1e-4, atol=1e-6, msg=way)
 
     run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_bound_does_not_change_what_a_step_reports_and_skips(num_ranks: int) -> None:
+    """Under DDP (and on one rank) the bound is applied at once. The step found the norm of what it had left: it skipped
+    another step by `skip_norm_above` than the other plans, and updated with an infinite gradient. The same after a clip
+    by norm, if weights were read before the step."""
+
+    def check(rank: int) -> None:
+        found: dict[str, set[str]] = {}
+        for plan in PLANS:
+            for case in ("", "norm", "read", "skip", "inf"):
+                steps = Steps(rank, num_ranks, plan, skip_norm_above=1.0 if case == "skip" else None)
+                if case == "inf":
+                    steps.model[1].bias.register_hook(lambda gradient: gradient * math.inf)
+                steps.backward()
+                if case in ("norm", "read"):
+                    steps.norm(0.5)
+                if case == "read":
+                    steps.handle.full_state_dict()
+                else:
+                    steps.value(0.1)
+                try:
+                    result = str(steps.optimizer.step())
+                except RuntimeError as error:
+                    result = str(error).partition(":")[0]
+                found.setdefault(case, set()).add(result)
+        assert all(len(results) == 1 for results in found.values()), found
+        assert "applied=False" in str(found["skip"]) and "was not finite" in str(found["inf"])
+        assert found["norm"] == found["read"] == found[""]
+
+    run_ranks(check, num_ranks)
+
+
+@on_ranks(2)
+def test_a_bound_for_gradients_set_by_hand(rank: int) -> None:
+    """They were not bounded, in silence: their mean is found in the step, and bounds were applied before."""
+    for plan in PLANS:
+        steps = Steps(rank, 2, plan)
+        before = steps.weights()
+        steps.backward()
+        steps.model[1].bias.grad = torch.full((4,), 3.0 + rank)
+        with pytest.raises(RuntimeError, match="gradients have been set by hand"):
+            steps.value(0.1)
+        steps.norm(math.inf)
+        steps.value(0.1)
+        steps.optimizer.step()
+        torch.testing.assert_close(before["1.bias"] - steps.weights()["1.bias"], torch.full((4,), 0.1))

@@ -28,12 +28,11 @@ from zeroshard.step.control import (
     CONTROL,
     Contribution,
     Control,
-    Norms,
     Status,
     ask,
     exchange_norms,
 )
-from zeroshard.step.gradient_norms import norms_of_pieces
+from zeroshard.step.own_norms import OwnNorms
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.same_gradients import SameGradients
 from zeroshard.step.steppers import Steppers
@@ -85,6 +84,7 @@ class Agreement:
         half_done: whether an update has raised, so that only part of main is updated.
         losses: the losses since the last step (`loss_ledger.py`).
         ahead: whether updates go ahead of the answer.
+        own_norms: of this rank's gradients.
         clipping: the clips requested for the next step.
         same: samples of the gradients, if there are several ranks, and every rank has them in full; else None.
         used_up: whether a step has consumed the gradients, and `zero_grad` has not been called since.
@@ -102,14 +102,13 @@ class Agreement:
         if non_finite not in ("raise", "skip", "ignore", None):
             raise InvalidValue(f"non_finite must be 'raise', 'skip' or 'ignore', found {non_finite!r}")
         self.follows = self.half_done = self.used_up = False
-        self.losses = engine.ledger.open_account(scaler)
-        self._is_alone = engine.collectives.mesh.world.size == 1
-        are_equal = engine.plan.mean is REPLICATED and not self._is_alone
-        self.same = SameGradients(engine.collectives) if are_equal else None
         self._engine, self._groups, self._steppers = engine, groups, steppers
+        self.losses = engine.ledger.open_account(scaler)
+        are_equal = engine.plan.mean is REPLICATED and engine.collectives.mesh.world.size > 1
+        self.same = SameGradients(engine.collectives) if are_equal else None
         self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
         self._reported, self.clipping = SettingsReport(), Clipping()
-        self.ahead = Ahead(engine, groups, steppers)
+        self.ahead, self.own_norms = Ahead(engine, groups, steppers), OwnNorms(engine, groups, steppers)
         engine.collectives.messages.introduce(_AGAIN, updates=True)
         self._asked: Asked | None = None
 
@@ -184,7 +183,7 @@ class Agreement:
             control = asked.question.read()
             if not (control.finite or math.isinf(asked.norm_type)):
                 # Because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
-                norms = self._norms(asked.gradients, asked.norm_type, torch.float64)
+                norms = self.own_norms.exactly_of(asked.gradients, asked.norm_type)
                 control = exchange_norms(self._engine.collectives, control, norms)
             if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
                 self._engine.reducer.reduce_by_hand(asked.by_hand)
@@ -212,6 +211,7 @@ class Agreement:
 
     def ask_anew(self) -> None:
         """The next `ask` begins an exchange, also if no gradient is known to have changed."""
+        self.own_norms.forget()
         if self._asked is not None:
             self._asked.about = None
 
@@ -256,7 +256,7 @@ class Agreement:
         contribution = Contribution(
             status,
             1.0 if self.losses.weight is None else self.losses.weight,
-            self._norms(gradients, norm_type, torch.float32),
+            self.own_norms.of(gradients, norm_type),
             [*flags, *[False] * len(self.losses.used)],
             self._reported,
             overflows,
@@ -275,15 +275,14 @@ class Agreement:
     def verdict(self, *, updates: bool = False) -> Verdict | None:
         """What the device concludes from the exchange that `ask` has begun; None if the ranks wait for the answer.
         `updates`: None as well if this rank cannot go ahead."""
-        asked = self._asked
+        asked, world = self._asked, self._engine.collectives.mesh.world
         if asked is None or asked.control is not None or not self.ahead.goes:
             return None
-        if (updates or self._is_alone) and asked.status is not Status.READY:
+        if (updates or world.size == 1) and asked.status is not Status.READY:
             return None
         if asked.verdict is None:
-            world, scale = self._engine.collectives.mesh.world, self._engine.ledger.scale
-            sums, num_groups = asked.question.on_device, len(self._groups.lists)
-            asked.verdict = Verdict(sums, self.losses.weight, scale, num_groups, world.size)
+            scale, num_groups = self._engine.ledger.scale, len(self._groups.lists)
+            asked.verdict = Verdict(asked.question.on_device, self.losses.weight, scale, num_groups, world.size)
         return asked.verdict
 
     def went_ahead(self) -> None:
@@ -301,10 +300,6 @@ class Agreement:
         """After an update: whether the next one can go ahead."""
         assert self._asked is not None, "`ask` was called"
         self.ahead.learn(control, active, self._asked.flags)
-
-    def _norms(self, gradients: Sequence[tuple[int, Tensor]], kind: float, dtype: torch.dtype) -> Norms:
-        of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
-        return Norms(of_pieces, groups, len(self._groups.lists), kind)
 
     def _expect_ready(self, control: Control, of_this_rank: Status) -> None:
         """Raises:
@@ -339,7 +334,7 @@ class Agreement:
         """Sample one unit whose weights rest in full, a different one each time: no other check may find that they
         differ between ranks."""
         samples, units = self._engine.collectives.samples, self._engine.units
-        if units and not self._is_alone:
+        if units and self._engine.collectives.mesh.world.size > 1:
             unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
             if unit.weights.is_resting_in_full:  # if only some ranks skip it here, the comparison skips it
                 samples.take(number, unit.name, unit.weights.full)
@@ -347,6 +342,7 @@ class Agreement:
     def forget(self) -> None:
         """Forget the last control exchange: its gradients have been consumed."""
         self._asked = None
+        self.own_norms.forget()
 
     def _status(self, *, by_hand: bool) -> Status:
         if self.half_done:
@@ -418,7 +414,9 @@ class Agreement:
         names = [name for *_, name in reduced]
         reducer = self._engine.reducer
         reducer.origins.take(reducer.version)
-        found = collectives.exchange_objects(reducer.origins.first(set(names)))
+        # None is left if a clip has bounded it.
+        of_units = set(names) or {slot.name for unit in self.units for slot in unit.layout.slots}
+        found = collectives.exchange_objects(reducer.origins.first(of_units))
         origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
         if origins:
             first = min(micro_batch for micro_batch, *_ in origins)

@@ -52,9 +52,8 @@ class Clips:
             self.apply(agreement.mean_factor(agreement.answer()))
         elif is_second:
             self.apply()  # the norm is that of what is left, and under every plan it is rounded before the next factor
-        if clipping.asked is not None:
-            # A view of the bucket may have been written to through `p.grad.data`, whose version is its own.
-            agreement.ask_anew()
+        # Also as a view of the bucket may have been written to through `p.grad.data`, whose version is its own.
+        agreement.ask_anew()
         clipping.asked, clipping.needs_host = (max_norm, norm_type), needs_host
         ask(norm_type)
         # Also on a rank that cannot go ahead: it takes part in the gathers of the others before it reads the answer,
@@ -76,6 +75,11 @@ class Clips:
         if not clip_value > 0:
             raise InvalidValue(f"clip_value must be positive, found {clip_value}")
         self._engine.expect_no_backward("clip_grad_value_")
+        if self._engine.reducer.notice():  # no exchange here: their mean is known behind one
+            raise InvalidState(
+                "clip_grad_value_: gradients have been set by hand, and have not been averaged over the ranks yet. "
+                "Call optimizer.clip_grad_norm_(math.inf) before, on every rank, which does it"
+            )
         self._clipping.clamp(clip_value)
         self._wait()
 
@@ -136,11 +140,12 @@ class Clips:
             for part in _held_parts(unit, slots & unit.grads.waiting)
             if part.numel()
         ]
-        with visible.unedited():
-            for dtype in {part.dtype for part in parts}:
-                Update(factor, bound).apply([part for part in parts if part.dtype == dtype])
-        if clipping.value is not None:
-            visible.changed()  # its norm must be found anew
+        with self._agreement.own_norms.kept():
+            with visible.unedited():
+                for dtype in {part.dtype for part in parts}:
+                    Update(factor, bound).apply([part for part in parts if part.dtype == dtype])
+            if clipping.value is not None:
+                visible.changed()  # `ShardedGradient.norm` finds it anew
         clipping.factor, clipping.value, clipping.of = 1.0, None, None
 
 
