@@ -334,3 +334,29 @@ def test_a_bound_for_gradients_set_by_hand(rank: int) -> None:
         steps.value(0.1)
         steps.optimizer.step()
         torch.testing.assert_close(before["1.bias"] - steps.weights()["1.bias"], torch.full((4,), 0.1))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_bound_before_a_norm_hides_no_overflow(num_ranks: int) -> None:
+    """The norm was that of the bounded gradient, which is finite: the step updated with it, also where losses are
+    scaled. With non_finite="ignore" it still does."""
+
+    def check(rank: int) -> None:
+        for kind in (1.0, 2.0, math.inf):
+            for scale, policy in ((None, "skip"), (None, None), (8.0, None), (None, "ignore")):
+                for plan in PLANS:
+                    steps = Steps(rank, num_ranks, plan, loss_scale=scale, non_finite=policy)
+                    steps.model[1].bias.register_hook(lambda gradient: gradient * math.inf)
+                    steps.optimizer.backward(steps.model(torch.ones(2, 8)).square().sum())
+                    steps.value(0.1)
+                    norm = steps.norm(1.0, kind)
+                    assert math.isnan(norm) == (policy != "ignore"), (plan, norm)
+                    if policy is None and scale is None:
+                        with pytest.raises(RuntimeError, match="the gradient was not finite"):
+                            steps.optimizer.step()
+                    else:
+                        result = steps.optimizer.step()
+                        assert result.applied == (policy == "ignore")
+                        assert math.isnan(result.grad_norm) == (policy != "ignore")
+
+    run_ranks(check, num_ranks)

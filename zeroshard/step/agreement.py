@@ -385,6 +385,10 @@ class Agreement:
         """For each scaler in use, whether any rank saw its loss overflow."""
         return list(control.present[sum(len(unit.parameters) for unit in self.units) :])
 
+    def stops_at(self, control: Control) -> bool:
+        """Whether a step skips, or raises, as the gradient is not finite."""
+        return not control.finite and self._non_finite != "ignore"
+
     def is_skipped(self, control: Control, norm: float) -> bool:
         """Whether the step changes nothing.
 

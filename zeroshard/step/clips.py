@@ -47,9 +47,13 @@ class Clips:
         is_second = clipping.waits
         if clipping.awaits_norm:
             agreement.answer()
-        if clipping.value is not None:
+        if clipping.bounds:
             ask(norm_type)  # the ranks know by now how the losses were scaled and weighted
-            self.apply(agreement.mean_factor(agreement.answer()))
+            control = agreement.answer()
+            if agreement.stops_at(control):  # so does the step: the bound must not hide it
+                clipping.asked = (max_norm, norm_type)
+                return _on_host(agreement.limit(), needs_host=needs_host)
+            self.apply(agreement.mean_factor(control))
         elif is_second:
             self.apply()  # the norm is that of what is left, and under every plan it is rounded before the next factor
         # Also as a view of the bucket may have been written to through `p.grad.data`, whose version is its own.
@@ -64,11 +68,9 @@ class Clips:
             self._wait()
             return verdict.norm.clone()  # the caller may write to it, and the update computes its factor from this one
         agreement.answer()
-        norm = agreement.limit()
-        if needs_host and not math.isfinite(norm):
-            raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
+        found = _on_host(agreement.limit(), needs_host=needs_host)
         self._wait()
-        return torch.tensor(norm, dtype=torch.float64, device="cpu")
+        return found
 
     def by_value(self, clip_value: float) -> None:
         """See `ShardedOptimizer.clip_grad_value_`."""
@@ -147,6 +149,12 @@ class Clips:
             if clipping.value is not None:
                 visible.changed()  # `ShardedGradient.norm` finds it anew
         clipping.factor, clipping.value, clipping.of = 1.0, None, None
+
+
+def _on_host(norm: float, *, needs_host: bool) -> Tensor:
+    if needs_host and not math.isfinite(norm):
+        raise InvalidState(f"the gradient norm is {norm}: cannot clip (error_if_nonfinite)")
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
 
 def _held_parts(unit: Unit, slots: Collection[int]) -> list[Tensor]:

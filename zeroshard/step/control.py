@@ -302,7 +302,8 @@ def _group_norms(collectives: Collectives, norms: Norms, sums: Sequence[Sequence
         return norms_of_sums(sums, norms.kind)
     of_pieces = norms.of_pieces.to(collectives.device)
     own = largest(of_pieces, on_device([*norms.groups], of_pieces.device), norms.num_groups)
-    return tuple(collectives.exchange(own, CONTROL).amax(0).tolist())
+    found = collectives.exchange(own, CONTROL).amax(0).tolist()
+    return tuple(norm if math.isfinite(norm) else math.nan for norm in found)
 
 
 def _expect_agreement(collectives: Collectives, own: Contribution, row: Row[Sequence[int]]) -> bool:

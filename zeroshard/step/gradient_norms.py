@@ -91,7 +91,7 @@ def norms_alone(powers: Sequence[float], groups: Sequence[int], num_groups: int,
     for group, power in zip(groups, powers, strict=True):
         of_groups[group].append(power)
     if math.isinf(norm_type):
-        return tuple(math.nan if any(map(math.isnan, found)) else max(found, default=0.0) for found in of_groups)
+        return tuple(max(found, default=0.0) if all(map(math.isfinite, found)) else math.nan for found in of_groups)
     return tuple(exact_sum(found) ** (1 / norm_type) for found in of_groups)
 
 

@@ -29,37 +29,36 @@ class OwnNorms:
 
     def __init__(self, engine: Engine, groups: ParamGroups, steppers: Steppers) -> None:
         self._engine, self._groups, self._steppers = engine, groups, steppers
-        self._known: tuple[Norms, Norms | None] | None = None  # summed up in fp32, and in fp64 once that is needed
+        self._known: dict[tuple[float, torch.dtype], Norms] = {}
         self._known_of: object = None
+        self._hidden: Tensor | None = None  # of each piece 0; or NaN: a bound hides a gradient that was not finite
 
     def of(self, gradients: Gradients, kind: float) -> Norms:
-        """p-norms with p = `kind`, summed up in fp32; again those from before a clip."""
-        if self._known is None or self._known_of != self._now or not gradients or self._known[0].kind != kind:
-            norms = self._find(gradients, kind, torch.float32)
-            self._known, self._known_of = (norms, None) if gradients else None, self._now
-            return norms
-        return self._known[0]
+        """p-norms with p = `kind`, summed up in fp32."""
+        if not gradients or self._known_of != self._now:
+            self.forget()
+            self._known_of = self._now if gradients else None
+        return self._find(gradients, kind, torch.float32)
 
     def exactly_of(self, gradients: Gradients, kind: float) -> Norms:
         """The same ones, summed up in fp64."""
-        exact = None if self._known is None else self._known[1]
-        if exact is None:
-            exact = self._find(gradients, kind, torch.float64)
-            self._known = (exact, exact) if self._known else None
-        return exact
+        return self._find(gradients, kind, torch.float64)
 
     def forget(self) -> None:
         """The next norms are those of the gradients as they are."""
-        self._known = None
+        self._known, self._known_of, self._hidden = {}, None, None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Around a clip that changes the gradients before the step."""
-        if self._known is None or self._known_of != self._now:
+        if self._known_of != self._now:
+            self.forget()
             are_reduced = all(unit.grads.state in _NONE_OR_REDUCED for unit in self._steppers.units)
             gradients = list(self._steppers.own_gradients()) if are_reduced else []
-            of_both = (self._find(gradients, 2.0, dtype) for dtype in (torch.float32, torch.float64))
-            self._known = next(of_both), next(of_both)
+            for dtype in (torch.float32, torch.float64):
+                self._find(gradients, 2.0, dtype)
+        *_, last = self._known.values()
+        self._hidden = 0 * last.of_pieces
         yield
         self._known_of = self._now
 
@@ -69,5 +68,9 @@ class OwnNorms:
         return self._engine.reducer.version, self._steppers.num_builds
 
     def _find(self, gradients: Gradients, kind: float, dtype: torch.dtype) -> Norms:
-        of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
-        return Norms(of_pieces, groups, len(self._groups.lists), kind)
+        if (kind, dtype) not in self._known:
+            of_pieces, groups = norms_of_pieces([one for one in gradients if one[1].numel()], kind, dtype)
+            if self._hidden is not None:
+                of_pieces = of_pieces + self._hidden
+            self._known[kind, dtype] = Norms(of_pieces, groups, len(self._groups.lists), kind)
+        return self._known[kind, dtype]
