@@ -360,3 +360,32 @@ def test_a_bound_before_a_norm_hides_no_overflow(num_ranks: int) -> None:
                         assert math.isnan(result.grad_norm) == (policy != "ignore")
 
     run_ranks(check, num_ranks)
+
+
+@on_ranks(2)
+def test_a_resumed_run_has_the_norms_of_one_that_goes_on(rank: int) -> None:
+    """Main is cut where some parameters have no gradient in a step, and by a new optimizer where step counts differ:
+    the last bits of norms depended on it, and of what is clipped by them."""
+
+    def new() -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(33, 33) for _ in range(4)))
+        handle = zeroshard.shard(model, "zero1")
+        return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.01, foreach=False)
+
+    def step(model: Any, optimizer: Any, layers: slice, seed: int) -> str:
+        x = torch.randn(8, 33, generator=torch.Generator().manual_seed(10 * seed + rank))
+        model[layers](x).square().sum().backward()
+        optimizer.clip_grad_norm_(0.1)
+        return str(optimizer.step())
+
+    model, handle, optimizer = new()
+    for number, layers in enumerate((slice(4), slice(1), slice(1, 2))):
+        step(model, optimizer, layers, number)
+    other_model, other_handle, other = new()
+    other_handle.load_full_state_dict(handle.full_state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for number in range(3, 6):
+        assert step(model, optimizer, slice(4), number) == step(other_model, other, slice(4), number)
+    ends = handle.full_state_dict(), other_handle.full_state_dict()
+    assert all(torch.equal(ends[0][name], value) for name, value in ends[1].items())

@@ -160,7 +160,9 @@ class FlatStep:
         self._active: dict[Unit, list[bool]] = {}
         self._sizes = sizes_for(device.type)
         self._batches: tuple[Batch, ...] = ()
-        self._own: tuple[tuple[Unit, int, Interval], ...] = ()  # what `own_gradients` reads
+        # As they were cut at first: norms must not depend on where pieces have been cut since (a resumed run cuts
+        # them elsewhere), as sums in another order have other last bits.
+        self._own = tuple(_own_parts(self.state.pieces))
         self._planned_for: tuple[Piece, ...] = ()
         self._plan_batches()
 
@@ -190,7 +192,6 @@ class FlatStep:
     def own_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(param group, gradient) of all pieces in the own shard, also if this rank updates more than its shard. Where
         gradients lie apart, whole ones."""
-        self._plan_if_cut()
         for unit, group, world in self._own:
             for tensor in unit.grads.views(world):
                 yield group, tensor
@@ -333,7 +334,6 @@ class FlatStep:
             found.append(Batch(tuple(of_batch), tuple(units[done:end])))
             done = end
         self._batches, self._planned_for = tuple(found), self.state.pieces
-        self._own = tuple(_own_parts(self.state.pieces))
         self._gradient_scratch.reserve(self._most(lambda stretch: stretch.is_cast))
         self._main_scratch.reserve(self._most(lambda stretch: stretch.is_joined))
         held = (
