@@ -297,12 +297,8 @@ class Handle(NotTheModel, NotCopied):
 
     def memory(self, *, peak: bool = False) -> dict[str, int]:
         """Live bytes on this rank by kind: weights, grads, main, state, scalars, and the transients (ring: full-size
-        buffers of weights, also in a block of `unsharded`; buckets: of gradients; scratch). Memory mapped from another
-        rank is counted by that rank.
-
-        Args:
-            peak: for transients, the most bytes of each kind that were held at once, outside of such blocks.
-        """
+        buffers of weights, also in `unsharded`; buckets: of gradients; scratch). Memory of a peer is counted there.
+        `peak`: for transients, the most bytes of each kind that were held at once, outside of such blocks."""
         return self.engine.memory(peak=peak)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
