@@ -20,18 +20,10 @@ from zeroshard.comm.comm_log import CommLog
 from zeroshard.comm.same import expect_same_model, of_buffers
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
-from zeroshard.model.absent import NotCopied
-from zeroshard.model.right_call import NotTheModel
-from zeroshard.placement import Plan
-from zeroshard.runtime import give_back
-from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.full_gradient import full_gradient, set_full_gradient
-from zeroshard.runtime.full_state import Destination, IncompatibleKeys, full_state, load_full_state
-from zeroshard.runtime.join import join
-from zeroshard.runtime.reads import ReadsRaise
-from zeroshard.runtime.summary import in_one_line, table
-from zeroshard.runtime.timeline import Timeline
-from zeroshard.runtime.unsharded import (
+from zeroshard.full_model import give_back
+from zeroshard.full_model.full_gradient import full_gradient, set_full_gradient
+from zeroshard.full_model.full_state import Destination, IncompatibleKeys, full_state, load_full_state
+from zeroshard.full_model.unsharded import (
     Part,
     expect_no_block,
     expect_none_written,
@@ -40,6 +32,14 @@ from zeroshard.runtime.unsharded import (
     unsharded,
     written,
 )
+from zeroshard.model.absent import NotCopied
+from zeroshard.model.right_call import NotTheModel
+from zeroshard.placement import Plan
+from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.join import join
+from zeroshard.runtime.reads import ReadsRaise
+from zeroshard.runtime.summary import in_one_line, table
+from zeroshard.runtime.timeline import Timeline
 from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.external import shard_parameters
+from zeroshard.full_model.unsharded import expect_none_written
+from zeroshard.gradients.loss_ledger import LossAccount
 from zeroshard.handle import Handle, handle_of
 from zeroshard.io.logger import tell
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
@@ -22,8 +24,6 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.model.outside_graphs import outside_graphs
 from zeroshard.model.right_call import expect_autograd, expect_class, expect_handle, expect_instance, expect_parameters
 from zeroshard.model.room import with_room
-from zeroshard.runtime.loss_ledger import LossAccount
-from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
 from zeroshard.step.clips import Clips

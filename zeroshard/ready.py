@@ -14,13 +14,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from zeroshard.comm import same
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.full_model.materialize import META, Source
 from zeroshard.handle import handle_of
 from zeroshard.model.paths import Modules
 from zeroshard.model.places import has_place, is_dense, overlaps, place_of
 from zeroshard.model.trees import tensors_kept_by
 from zeroshard.model.units import UnitSpec
 from zeroshard.placement import Plan
-from zeroshard.runtime.materialize import META, Source
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device | None:

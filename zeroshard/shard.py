@@ -20,6 +20,9 @@ from zeroshard.comm.same import expect_same, of_buffers
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
 from zeroshard.errors import Error, InvalidValue
+from zeroshard.full_model.give_back import undo
+from zeroshard.full_model.materialize import META, Source, move
+from zeroshard.full_model.materialize import materialize as give_values
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.absent import give
@@ -45,10 +48,7 @@ from zeroshard.ready import (
     give_own_versions,
 )
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.give_back import undo
 from zeroshard.runtime.life import Life
-from zeroshard.runtime.materialize import META, Source, move
-from zeroshard.runtime.materialize import materialize as give_values
 from zeroshard.storage.unit import Unit, build_units
 
 _LOAD_THE_SAME = (

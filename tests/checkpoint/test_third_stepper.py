@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import Net, make, same_bits
 from zeroshard.checkpoint import Reader
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment
 from zeroshard.step.granularity import Granularity
 from zeroshard.step.stepper import (

@@ -20,8 +20,8 @@ from zeroshard.comm.messages import Messages
 from zeroshard.comm.packets import PACKET, ROOM, packet_sizes
 from zeroshard.comm.pairwise_transport import PairwiseTransport
 from zeroshard.comm.samples import Samples
+from zeroshard.gradients.settings import SettingsReport
 from zeroshard.ranks.mesh import Axis, Mesh
-from zeroshard.runtime.settings import SettingsReport
 from zeroshard.step import control
 from zeroshard.step.ahead import Verdict
 from zeroshard.step.clipping import Clipping

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
+from zeroshard.gradients.visible import VisibleGradients
 from zeroshard.runtime import schedule
-from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.step.agreement import Agreement
 from zeroshard.step.steppers import Steppers
 

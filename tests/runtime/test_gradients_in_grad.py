@@ -27,8 +27,8 @@ from tests.grids import EVERYTHING, grid
 from tests.kit import DEVICE, Gated, largest_difference, loss_of_tokens, make, same_bits, with_plans
 from tests.together import in_turn, on_ranks
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.gradients.visible import VisibleGradients
 from zeroshard.placement import Plan
-from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.testing import expect_same_logs, run_ranks
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")

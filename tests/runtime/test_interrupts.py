@@ -15,7 +15,8 @@ import zeroshard
 from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
-from zeroshard.runtime import calls, give_back, hooks, schedule
+from zeroshard.full_model import give_back
+from zeroshard.runtime import calls, hooks, schedule
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import PlainModel
 from zeroshard.step.flat_state import FlatState

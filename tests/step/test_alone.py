@@ -15,9 +15,9 @@ import zeroshard
 from tests.kit import PLANS
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.gradients.settings import SettingsReport
 from zeroshard.placement import Plan
 from zeroshard.ranks.mesh import Mesh
-from zeroshard.runtime.settings import SettingsReport
 from zeroshard.step import control
 from zeroshard.testing import run_ranks
 

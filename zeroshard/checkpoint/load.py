@@ -21,13 +21,13 @@ from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_r
 from zeroshard.checkpoint.save import on_all_ranks, work_on_all_ranks
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.full_model.unsharded import expect_none_written
 from zeroshard.handle import Handle
 from zeroshard.io.logger import tell
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.unsharded import expect_none_written
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.errors import InvalidState, InvalidValue, NotInstalled
+from zeroshard.full_model.materialize import Source
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
 from zeroshard.model.casting import Precisions, Rules
@@ -27,7 +28,6 @@ from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gat
 from zeroshard.optimizer import ShardedOptimizer, scaled_loss
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for
-from zeroshard.runtime.materialize import Source
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
 from zeroshard.step.taken_over import retire

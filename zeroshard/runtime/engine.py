@@ -16,6 +16,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState
 from zeroshard.failures.positions import HERE
+from zeroshard.gradients.loss_ledger import LossLedger
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
@@ -27,7 +28,6 @@ from zeroshard.runtime.freezing import Freezing
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.life import Life
-from zeroshard.runtime.loss_ledger import LossLedger
 from zeroshard.runtime.other_optimizers import expect_none_silent
 from zeroshard.runtime.parking import Parking
 from zeroshard.runtime.plain_model import PlainModel, names_by_id

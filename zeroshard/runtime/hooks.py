@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import InvalidType
+from zeroshard.gradients.sharded_gradient import ShardedGradient
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
 from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch, outside_graphs
@@ -40,7 +41,6 @@ from zeroshard.model.transforms import outside_transforms, under_transform
 from zeroshard.runtime.calls import Around, Needed
 from zeroshard.runtime.schedule import Schedule, expect_no_transform, refuse_inside_of_backward
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
-from zeroshard.runtime.sharded_gradient import ShardedGradient
 from zeroshard.storage.unit import Unit
 
 

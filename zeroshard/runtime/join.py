@@ -22,11 +22,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from zeroshard.comm.orders import Orders, Voice
 from zeroshard.comm.ranges import span
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.gradients.loss_ledger import Loss
 from zeroshard.ranks.backends import timeout_of
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import During
-from zeroshard.runtime.loss_ledger import Loss
 from zeroshard.storage.weights import Residency
 
 

@@ -33,15 +33,15 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
+from zeroshard.gradients.loss_ledger import LossLedger
+from zeroshard.gradients.origins import Origins
+from zeroshard.gradients.visible import VisibleGradients
 from zeroshard.model.units import in_order_of_reduction
 from zeroshard.placement import PARTIAL
 from zeroshard.runtime.calls import ToCome
-from zeroshard.runtime.loss_ledger import LossLedger
-from zeroshard.runtime.origins import Origins
 from zeroshard.runtime.reach import is_accumulated
 from zeroshard.runtime.reductions import Reductions
 from zeroshard.runtime.single_uses import SingleUses
-from zeroshard.runtime.visible import VisibleGradients
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.pool import Pool
 from zeroshard.storage.unit import Unit

@@ -15,12 +15,12 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.orders import Voice
 from zeroshard.comm.packets import Unread
 from zeroshard.errors import InvalidState, InvalidValue, NotFinite
+from zeroshard.gradients.settings import Settings, SettingsReport, plain
+from zeroshard.gradients.visible import doubtful
 from zeroshard.loss_scale import LossScaler
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.settings import Settings, SettingsReport, plain
-from zeroshard.runtime.visible import doubtful
 from zeroshard.step.ahead import Ahead, Verdict
 from zeroshard.step.assignment import Options
 from zeroshard.step.clipping import Clipping

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from zeroshard.runtime.settings import Items, plain
+from zeroshard.gradients.settings import Items, plain
 from zeroshard.step.stepper import Update
 from zeroshard.storage.external_gradients import SeenGradients
 

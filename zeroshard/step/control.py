@@ -23,9 +23,9 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven, Unread, on_device
 from zeroshard.comm.samples import first_difference
 from zeroshard.errors import InvalidState
+from zeroshard.gradients.settings import SettingsReport, difference
 from zeroshard.layout import exact
 from zeroshard.ranks.backends import kernels
-from zeroshard.runtime.settings import SettingsReport, difference
 from zeroshard.step.gradient_norms import (
     largest,
     norm_terms,

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import InvalidValue
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode, no_tensors
 from zeroshard.layout.cuts import cut, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, shows_gradient
 from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.low_bit import dense, quantise

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.errors import InvalidValue
+from zeroshard.gradients.settings import plain
 from zeroshard.model.absent import kind_of
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
-from zeroshard.runtime.settings import plain
 from zeroshard.step.assignment import Assignment, OptimizerClass, Options
 from zeroshard.step.inner import built_for_trial, expect_no_closure, expect_state_of_tensors, run_step, trial
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.io.tensor_file import DTYPE_NAMES, DTYPES
 from zeroshard.io.values import decode, encode
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Member, Options
 from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry

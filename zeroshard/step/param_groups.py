@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.gradients.settings import Items, Members, plain
 from zeroshard.io.values import without_numpy
 from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
-from zeroshard.runtime.settings import Items, Members, plain
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.by_group import class_of_kind, filled_up
 from zeroshard.step.granularity import kinds_of

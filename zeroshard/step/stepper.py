@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.errors import InvalidValue
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.step.assignment import Assignment, Member, Options
 from zeroshard.step.inner import Arguments
 from zeroshard.storage.unit import Unit

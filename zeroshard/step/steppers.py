@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.ranges import phase
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.errors import InvalidState, InvalidValue
-from zeroshard.runtime.settings import plain
+from zeroshard.gradients.settings import plain
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.by_group import over_group
 

@@ -21,9 +21,9 @@ from zeroshard.comm.ranges import phase
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.full_model.from_rank0 import FromRank0
+from zeroshard.full_model.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.from_rank0 import FromRank0
-from zeroshard.runtime.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.agreement import Agreement
 from zeroshard.step.clipping import Clipping

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
 
 from zeroshard.errors import InvalidState
+from zeroshard.gradients.loss_ledger import Loss
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.loss_ledger import Loss
 
 
 class UnevenInputs:

@@ -39,11 +39,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
+from zeroshard.gradients.loss_ledger import LossLedger
+from zeroshard.gradients.settings import Items, plain
+from zeroshard.gradients.sharded_gradient import UsedGradient, WithoutValues
 from zeroshard.model.absent import as_tensors
 from zeroshard.placement import REPLICATED
-from zeroshard.runtime.loss_ledger import LossLedger
-from zeroshard.runtime.settings import Items, plain
-from zeroshard.runtime.sharded_gradient import UsedGradient, WithoutValues
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 

@@ -17,12 +17,12 @@ from zeroshard.comm.ranges import phase
 from zeroshard.comm.same import expect_same, expect_same_model, of_buffers
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidValue
+from zeroshard.full_model.from_rank0 import FromRank0
+from zeroshard.full_model.unsharded import expect_none_written
 from zeroshard.io.values import encode
 from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.from_rank0 import FromRank0
 from zeroshard.runtime.gather import Gatherer
-from zeroshard.runtime.unsharded import expect_none_written
 from zeroshard.storage.buffer import Cut
 from zeroshard.storage.unit import Unit
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidValue
+from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.model.absent import give
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.units import UnitSpec
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.full_state import EVERYWHERE, Destination
 from zeroshard.runtime.life import Life
 from zeroshard.storage.unit import Unit
 

@@ -24,10 +24,10 @@ from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.full_model.kept_weights import keeping
+from zeroshard.full_model.replaced import Found, put_back, take_over, uses
 from zeroshard.layout.interval import Interval
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.kept_weights import keeping
-from zeroshard.runtime.replaced import Found, put_back, take_over, uses
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
