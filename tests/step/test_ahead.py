@@ -439,7 +439,7 @@ def differences_in(found: list[tuple[Run, Run]], event: str) -> list[str]:
         lines += [f"rank {rank}: state"] * (not same_bits(of_ahead.state, of_host.state))
         assert {name for calls in of_host.calls for name in calls} <= {"read", "update"}
     (of_ahead, of_host), expected = found[0], EVENTS[event]
-    error = next((line for line in of_host.found[AT] if line.startswith("Invalid")), "")
+    error = next((line for line in of_host.found[AT] if line.startswith(("Invalid", "NotFinite"))), "")
     lines += [f"error: {error!r}"] * (expected.error not in error or bool(error) != bool(expected.error))
     lines += [f"calls: {of_ahead.calls[AT]}"] * (of_ahead.calls[AT] != list(expected.ahead))
     return lines

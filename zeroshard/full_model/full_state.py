@@ -129,7 +129,8 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         expect_same(collectives, shared, "load_full_state_dict", PASS_THE_SAME)
     rest = {name: v for name, v in names.items() if id(v) not in sharded and name not in missing}
     if from_rank0:
-        sent = {name: v for name, v in rest.items() if name not in (*extra_states, *engine.plain.ignored)}
+        not_sent = {*extra_states, *engine.plain.ignored}
+        sent = {name: v for name, v in rest.items() if name not in not_sent and isinstance(v, Tensor)}
         expect_same_model(collectives, of_buffers(sent), "load_full_state_dict")
     name_of = {id(value): name for name, value in names.items() if name not in missing}
     for unit in units:
