@@ -76,6 +76,28 @@ def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
     run_ranks(check, 2)
 
 
+class Around(torch.nn.Module):
+    """A model with another one in it."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, torch.nn.Linear(2, 2)
+
+
+def test_a_model_around_a_sharded_one_is_refused() -> None:
+    """It was taken for that one: what it has besides was not reduced, and was not in its state."""
+
+    def check(rank: int) -> None:
+        model = make(Net)
+        handle = zeroshard.shard(model, "zero3")
+        with pytest.raises(ValueError, match=r"this Around is not sharded, but a Net in it is, by itself: close\(\)"):
+            Sharding().shard(Around(model))
+        assert Sharding().shard(model.blocks[0]) is handle
+        assert Sharding().shard(torch.compile(model, backend="eager")) is handle
+
+    run_ranks(check, 2)
+
+
 def test_the_last_optimizer_has_the_parameters() -> None:
     """A second fit of a module, or another `prepare`, makes a new optimizer while the old one is still referenced."""
 

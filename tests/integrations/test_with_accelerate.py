@@ -253,6 +253,39 @@ def test_what_else_its_methods_do() -> None:
     run_ranks(check, 2)
 
 
+def test_the_state_of_a_part_has_the_names_and_values_of_that_part() -> None:
+    """It was that of the whole model: a part that was saved by itself could not be loaded."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        run = Run("zero3")
+        state = run.accelerator.get_state_dict(run.model.blocks)
+        plain = make(Net).blocks.state_dict()
+        assert same_bits(state, plain) if rank == 0 else state == {}
+
+    run_ranks(check, 2)
+
+
+def test_a_loss_without_parameters_is_prepared_and_saved(tmp_path: Path) -> None:
+    """`save_state` said that it was not sharded yet. Its buffers are saved by Accelerate."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        run = Run("zero3")
+        loss = run.accelerator.prepare(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])))
+        with run.accelerator.accumulate(run.model, loss):
+            run.accelerator.backward(loss_of(run.model, texts().tensors[0][:2]))
+        run.model.zero_grad()
+        run.accelerator.save_state(str(tmp_path))
+        loss.weight.zero_()
+        run.accelerator.load_state(str(tmp_path))
+        assert loss.weight.tolist() == [1.0, 2.0]
+
+    run_ranks(check, 2)
+
+
 def test_local_sgd_is_refused() -> None:
     """It ended with `'Net' object has no attribute 'no_sync'`."""
 

@@ -294,6 +294,31 @@ def test_loops_of_the_user_with_lightning(either: str, tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+def test_a_part_of_a_model_in_fabric(tmp_path: Path) -> None:
+    """A part was saved as the whole model. It was loaded in silence, and without effect, if `strict` was False."""
+    pytest.importorskip("lightning")
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        fabric = fabrics().Fabric(accelerator="cpu", devices=2, strategy=ours().FabricStrategy("zero3"))
+        fabric.launch()
+        model = fabric.setup(make(Net))
+        plain = make(Net)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)  # not set up
+        fabric.save(tmp_path / "part", {"blocks": model.blocks, "optimizer": optimizer})
+        found = torch.load(tmp_path / "part")
+        assert same_bits(found["blocks"], plain.blocks.state_dict())
+        assert found["optimizer"] == optimizer.state_dict()
+        with pytest.raises(ValueError, match=r"the module blocks is a part of a sharded Net, which is loaded as a who"):
+            fabric.load(tmp_path / "part", {"blocks": model.blocks}, strict=False)
+        with handle_of_model(model).unsharded(write=True):
+            model.blocks.load_state_dict({name: value + 1 for name, value in found["blocks"].items()})
+        fabric.save(tmp_path / "part", {"blocks": model.blocks})
+        assert same_bits(torch.load(tmp_path / "part")["blocks"], {k: v + 1 for k, v in found["blocks"].items()})
+
+    run_ranks(check, 2)
+
+
 def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
 

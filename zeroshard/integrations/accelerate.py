@@ -171,7 +171,7 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """A block in which backward passes only accumulate: `handle.no_sync()`."""
-        with self.handle_of(model).no_sync():
+        with self.handle_of(model).no_sync() if _has_weights(model) else nullcontext():
             yield
 
     @staticmethod
@@ -245,10 +245,11 @@ class Accelerator(accelerate.Accelerator):
     # Saving ------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The plain model's state on rank 0, on the CPU, in the dtypes from before `prepare`; empty on the other ranks.
-        Collective."""
-        handle = handle_of_model(model)
-        state: dict[str, Tensor] = super().get_state_dict(model, unwrap) if handle is None else trained_state(handle)
+        """The state of the plain model, or of a module in it, on rank 0, on the CPU, in the dtypes from before
+        `prepare`; empty on the other ranks. Collective."""
+        if (handle := handle_of_model(model)) is not None:
+            return trained_state(handle, model)
+        state: dict[str, Tensor] = super().get_state_dict(model, unwrap)
         return state
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
@@ -290,11 +291,12 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def _without_models(self) -> Iterator[list[tuple[Handle, list[ShardedOptimizer]]]]:
-        """A scope in which Accelerate has no models and optimizers. Yields (handle, optimizers) of each model."""
+        """A scope in which Accelerate has no models (but those without parameters, losses for example) and no
+        optimizers. Yields (handle, optimizers) of each model."""
         models, optimizers = list(self._models), list(self._optimizers)
-        handles = {id(handle): handle for handle in map(self.handle_of, models)}
+        handles = {id(handle): handle for handle in map(self.handle_of, filter(_has_weights, models))}
         own = self._sharded_optimizers()
-        self._models, self._optimizers = [], []
+        self._models, self._optimizers = [model for model in models if not _has_weights(model)], []
         try:
             yield [(handle, [one for one in own if one.handle is handle]) for handle in handles.values()]
         finally:
@@ -318,6 +320,10 @@ class _Optimizer(AcceleratedOptimizer):
         result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self._is_overflow = not result.applied and result.grad_norm != 0.0  # 0: no gradients, which skips nothing
         return result
+
+
+def _has_weights(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters())
 
 
 def _refuse_no_sync() -> NoReturn:

@@ -23,6 +23,7 @@ from zeroshard.integrations.sharding import (
     handle_of_model,
     in_own_names,
     is_movable,
+    path_in,
     scaled_by,
     scaling_optimizer,
     trained_state,
@@ -141,7 +142,7 @@ class InFabric(ForEitherPackage):
         handle = handle_of_model(module)
         if handle is None:
             return dict(super().get_module_state_dict(module))
-        return in_own_names(module, trained_state(handle))
+        return in_own_names(module, trained_state(handle, module))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         module = _plain(module)
@@ -149,10 +150,12 @@ class InFabric(ForEitherPackage):
         if handle is None:
             super().load_module_state_dict(module, state_dict, strict)
         else:
-            load_into(handle, state_dict, strict=strict, is_first=self.is_global_zero)
+            load_into(handle, module, state_dict, strict=strict, is_first=self.is_global_zero)
 
-    def get_optimizer_state(self, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
+        if not isinstance(optimizer, ShardedOptimizer):  # one that has not been set up
+            return dict(super().get_optimizer_state(optimizer))
         return optimizer.state_dict(rank0_only=True, device="cpu")
 
 
@@ -224,6 +227,16 @@ def _output_of(plugin: Any) -> torch.dtype | None:
     return None if converted == torch.float16 else converted
 
 
-def load_into(handle: Handle, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:
-    """Load rank 0's state into the shards of all ranks. Collective."""
+def load_into(handle: Handle, module: nn.Module, state: Mapping[str, Tensor], *, strict: bool, is_first: bool) -> None:
+    """Load rank 0's state into the shards of all ranks. Collective.
+
+    Raises:
+        ValueError: the module is a part of the sharded model.
+    """
+    if path := path_in(handle, module):
+        raise InvalidValue(
+            f"the module {path[:-1]} is a part of a sharded {type(handle.model).__name__}, which is loaded as a whole: "
+            "read the file, and call module.load_state_dict(state) of this part on every rank, inside `with "
+            "zeroshard.handle.handle_of(next(module.parameters())).unsharded(write=True):`"
+        )
     handle.load_full_state_dict(dict(state) if is_first else None, strict=strict, broadcast_from_rank0=True)

@@ -94,12 +94,13 @@ class Sharding:
         """Shard the model, unless it is sharded already, and return its handle. Collective.
 
         Raises:
-            ValueError: it is sharded already, and not so.
+            ValueError: it is sharded already, and not so; or a part of it is, by itself.
             RuntimeError: it is sharded already, and has got parameters since.
         """
         handle = handle_of_model(model)
         if handle is not None:
             handle.engine.expect_known_parameters()  # new modules may be the reason why the units are others
+            path_in(handle, model)
             if others := [f"{name}={getattr(self, name)!r}" for name in self._other_than(handle)]:
                 raise InvalidValue(
                     f"this {type(model).__name__} is sharded already, and not as asked for ({', '.join(others)}) but "
@@ -218,23 +219,45 @@ def expect_handle_of(model: nn.Module, what: str) -> Handle:
     return handle
 
 
+def path_in(handle: Handle, module: nn.Module) -> str:
+    """Before the names in a module that is the sharded model ("") or a part of it ("encoder.").
+
+    Raises:
+        ValueError: it is neither: the sharded model is a part of it."""
+    module = getattr(module, "_orig_mod", module)
+    for path, one in handle.model.named_modules(remove_duplicate=False):
+        if one is module:
+            return plain_name(f"{path}.") if path else ""
+    inner = type(handle.model).__name__
+    raise InvalidValue(
+        f"this {type(module).__name__} is not sharded, but a {inner} in it is, by itself: close() the handle of that "
+        f"{inner} first, to shard all of it; or pass that {inner}"
+    )
+
+
 def is_movable(model: nn.Module) -> bool:
     """Whether `model.to(device)` is allowed: not of a sharded model; `shard` itself moves one on the meta device."""
     return handle_of_model(model) is None and not any(parameter.is_meta for parameter in model.parameters())
 
 
-def trained_state(handle: Handle) -> dict[str, Tensor]:
-    """Names and full values of the plain model on the CPU, on rank 0: main's values in the dtypes from before `shard`,
-    as the framework would find them in a plain model. The other ranks get an empty dict. Collective."""
+def trained_state(handle: Handle, module: nn.Module) -> dict[str, Tensor]:
+    """Names and full values of the plain model, or of a part of it, on the CPU, on rank 0: main's values in the dtypes
+    from before `shard`, as the framework would find them in a plain model. The other ranks get an empty dict.
+    Collective.
+
+    Raises:
+        ValueError: the sharded model is itself a part of this module."""
+    path = path_in(handle, module)
     units = {id(parameter): unit for unit in handle.engine.units for parameter in unit.parameters}
     named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}
-    state = handle.full_state_dict(main=True, rank0_only=True, device="cpu")
+    full = handle.full_state_dict(main=True, rank0_only=True, device="cpu")
+    state = {name: value for name, value in full.items() if name.startswith(path)}
     cast: dict[int, Tensor] = {}  # tied names must share one tensor, as before the cast
     for name, value in state.items():
         unit = units.get(id(named.get(name)))
         if unit is not None and value.dtype == unit.main.dtype:  # else a `state_dict()` of the model's own has cast it
             state[name] = cast.setdefault(id(value), value.to(unit.spec.dtype))
-    return state
+    return {name.removeprefix(path): value for name, value in state.items()}
 
 
 def in_own_names(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -147,14 +147,14 @@ class InTrainer(ForEitherPackage):
         handle = handle_of_model(self.lightning_module)
         if handle is None:
             return dict(super().lightning_module_state_dict())
-        return in_own_names(self.lightning_module, trained_state(handle))
+        return in_own_names(self.lightning_module, trained_state(handle, self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        handle = handle_of_model(self.lightning_module)
+        handle, module = handle_of_model(self.lightning_module), self.lightning_module
         if handle is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            load_into(handle, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
+            load_into(handle, module, checkpoint["state_dict"], strict=strict, is_first=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state dict in the form of a plain optimizer of the class, on rank 0 only. Collective."""
