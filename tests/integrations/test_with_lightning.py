@@ -319,6 +319,23 @@ def test_a_part_of_a_model_in_fabric(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+def test_a_refused_module_does_not_end_the_handle_of_another(tmp_path: Path) -> None:
+    """A module that took over a part of a trained one: the handle of that was abandoned, with its weights."""
+    pytest.importorskip("lightning")
+
+    def check(rank: int) -> None:
+        launched(rank, 2)
+        first, second = module_of(), module_of()
+        run = trainer(tmp_path, ours().ShardedStrategy("zero3"), 2)
+        run.fit(first, loader(rank, 2))
+        second.net = first.net
+        with pytest.raises(ValueError, match=r"has parameters of a .* that is sharded already, and is no part of it"):
+            trainer(tmp_path, ours().ShardedStrategy("zero3"), 2).fit(second, loader(rank, 2))
+        assert run.strategy.handle.full_state_dict()
+
+    run_ranks(check, 2)
+
+
 def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
 

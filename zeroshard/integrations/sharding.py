@@ -94,7 +94,7 @@ class Sharding:
         """Shard the model, unless it is sharded already, and return its handle. Collective.
 
         Raises:
-            ValueError: it is sharded already, and not so; or a part of it is, by itself.
+            ValueError: it is sharded already, and not so; or some of its parameters are, as those of another model.
             RuntimeError: it is sharded already, and has got parameters since.
         """
         handle = handle_of_model(model)
@@ -223,15 +223,15 @@ def path_in(handle: Handle, module: nn.Module) -> str:
     """Before the names in a module that is the sharded model ("") or a part of it ("encoder.").
 
     Raises:
-        ValueError: it is neither: the sharded model is a part of it."""
+        ValueError: it is neither, and only has parameters of it."""
     module = getattr(module, "_orig_mod", module)
     for path, one in handle.model.named_modules(remove_duplicate=False):
         if one is module:
             return plain_name(f"{path}.") if path else ""
-    inner = type(handle.model).__name__
+    whole = type(handle.model).__name__
     raise InvalidValue(
-        f"this {type(module).__name__} is not sharded, but a {inner} in it is, by itself: close() the handle of that "
-        f"{inner} first, to shard all of it; or pass that {inner}"
+        f"this {type(module).__name__} has parameters of a {whole} that is sharded already, and is no part of it: "
+        f"close() the handle of that {whole} first; or pass that {whole}"
     )
 
 
@@ -246,7 +246,7 @@ def trained_state(handle: Handle, module: nn.Module) -> dict[str, Tensor]:
     Collective.
 
     Raises:
-        ValueError: the sharded model is itself a part of this module."""
+        ValueError: the module has parameters of the sharded model, and is no part of it."""
     path = path_in(handle, module)
     units = {id(parameter): unit for unit in handle.engine.units for parameter in unit.parameters}
     named = {plain_name(name): p for name, p in handle.model.named_parameters(remove_duplicate=False)}

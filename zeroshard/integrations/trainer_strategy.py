@@ -102,7 +102,7 @@ class InTrainer(ForEitherPackage):
     def on_exception(self, exception: BaseException) -> None:
         """Abandon the handle, so that this rank does not wait for other ranks any more."""
         handle = handle_of_model(self.lightning_module) if self.lightning_module is not None else None
-        if handle is not None:
+        if handle is not None and handle.model is self.lightning_module:  # else it is another module's, which is well
             handle.abandon()
 
     def teardown(self) -> None:
