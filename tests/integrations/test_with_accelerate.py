@@ -327,6 +327,37 @@ def test_after_close_a_model_needs_a_new_optimizer() -> None:
     run_ranks(check, 1)
 
 
+def test_after_another_prepare_the_old_optimizer_is_forgotten(tmp_path: Path) -> None:
+    """A clip went to the old one, which raised; `load_state` could not load what `save_state` had saved; and its last
+    step was told as a skipped one for ever."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        run = Run("zero3", "fp16")
+        first, prepare = run.optimizer, run.accelerator.prepare
+        run.accelerator.sync_gradients = True
+        run.accelerator.backward(loss_of(run.model, texts().tensors[0][:4]) * torch.inf)
+        first.step()
+        assert run.accelerator.optimizer_step_was_skipped
+        run.optimizer = prepare(torch.optim.SGD(run.model.parameters(), lr=0.1, momentum=0.9))
+        run.accelerator.backward(loss_of(run.model, texts().tensors[0][:4]))
+        assert float(run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)) > 0
+        run.accelerator.clip_grad_value_(run.model.parameters(), 0.01)
+        run.optimizer.step()
+        assert not run.accelerator.optimizer_step_was_skipped
+        before = run.weights()
+        run.accelerator.save_state(str(tmp_path))
+        run.accelerator.backward(loss_of(run.model, texts().tensors[0][:4]))
+        run.optimizer.step()
+        run.accelerator.load_state(str(tmp_path))
+        assert same_bits(run.weights(), before)
+        with pytest.raises(RuntimeError, match="this optimizer is out of use"):
+            first.step()
+
+    run_ranks(check, 2)
+
+
 def test_one_clip_of_several_optimizers_and_of_a_part() -> None:
     """As with the plain Accelerator."""
     pytest.importorskip("accelerate")

@@ -27,6 +27,7 @@ from zeroshard.integrations.sharding import (
     expect_handle_of,
     handle_of_model,
     is_movable,
+    is_retired,
     needing,
     optimizer_of,
     scaling_optimizer,
@@ -117,7 +118,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Take the optimizer over, with its state. Collective.
+        """Take the optimizer over, with its state. One that has had these parameters before is out of use, and is
+        forgotten. Collective.
 
         Raises:
             RuntimeError: it has been prepared before, and the handle of its model has been closed since.
@@ -130,7 +132,7 @@ class Accelerator(accelerate.Accelerator):
                 )
             return super().prepare_optimizer(optimizer)
         prepared = _Optimizer(self._sharding_of(optimizer).take_over(optimizer), optimizer)
-        self._optimizers.append(prepared)
+        self._optimizers[:] = [*(one for one in self._optimizers if not is_retired(one.optimizer)), prepared]
         return prepared
 
     def _sharding_of(self, optimizer: torch.optim.Optimizer) -> Sharding:

@@ -163,6 +163,12 @@ class Sharding:
         return ((name, getattr(self, name)) for name in _arguments())
 
 
+def is_retired(optimizer: ShardedOptimizer) -> bool:
+    """Whether it is out of use since `take_over` has given its parameters to another one."""
+    claims = optimizer.engine.claims
+    return all(claims.owner_of(p) is not optimizer for group in optimizer.param_groups for p in group["params"])
+
+
 def _arguments() -> list[str]:
     """The fields that users set."""
     return [one.name for one in fields(Sharding) if not one.name.startswith("_")]
