@@ -60,7 +60,16 @@ def test_a_model_that_is_sharded_already_must_be_so_as_asked_for() -> None:
                 [{"precision": "bf16"}, {"precision": zeroshard.MixedPrecision(output=torch.float32)}],
                 [{"precision": zeroshard.MixedPrecision(output=torch.float64)}, {"precision": "fp16"}],
             ),
-            ({}, [{"precision": "fp32"}, {"precision": "no"}], [{"precision": "bf16"}, {"units": "Block"}]),
+            (
+                {},
+                [{"precision": "fp32"}, {"precision": "no"}],
+                [{"precision": "bf16"}, {"units": "Block"}, {"ignored": "norm"}, {"max_transient_bytes": 1 << 30}],
+            ),
+            (
+                {"ignored": "norm", "max_transient_bytes": 1 << 30},
+                [{}, {"ignored": ["norm.weight", "norm.bias"]}, {"max_transient_bytes": 1 << 30}],
+                [{"ignored": ["norm.weight"]}, {"max_transient_bytes": 1 << 29}],
+            ),
         ]
         for how, same, others in made:
             model = make(Net)
@@ -131,6 +140,9 @@ def test_the_last_optimizer_has_the_parameters() -> None:
                 ):
                     call()
             assert first.tensors() == {}
+            assert sharding.take_over(second) is second
+            with pytest.raises(ValueError, match="is a ShardedOptimizer already: pass skip_norm_above to it"):
+                Sharding(plan, skip_norm_above=1.0).take_over(second)
             assert len(second.param_groups) == 1
             handle.close()
 

@@ -22,7 +22,7 @@ from zeroshard.full_model.materialize import Source
 from zeroshard.handle import Handle, handle_of
 from zeroshard.loss_scale import LossScalePolicy
 from zeroshard.model.casting import Precisions, Rules
-from zeroshard.model.managed import Ignored
+from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of
 from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
 from zeroshard.optimizer import ShardedOptimizer, scaled_loss
@@ -131,15 +131,26 @@ class Sharding:
             yield "mesh"
         if self.keep_gathered != () and kept_gathered(modules, specs, self.keep_gathered) != specs:
             yield "keep_gathered"
+        if self.max_transient_bytes not in (None, handle.engine.pool.limit):
+            yield "max_transient_bytes"
+        ignored = Managed.without(handle.model, self.ignored).ignored
+        if self.ignored != () and set(map(plain_name, ignored)) != handle.engine.plain.ignored:
+            yield "ignored"
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. The one that has had
         these parameters before (in an earlier fit, for example) is out of use then. Collective.
 
         Raises:
-            ValueError: parameters are not sharded, or belong to several models.
+            ValueError: parameters are not sharded, or belong to several models; or it is a ShardedOptimizer, and one
+                of the record's fields is for it.
         """
         if isinstance(optimizer, ShardedOptimizer):
+            if asked := [name for name in ("non_finite", "skip_norm_above") if getattr(self, name) is not None]:
+                raise InvalidValue(
+                    f"this optimizer is a ShardedOptimizer already: pass {' and '.join(asked)} to it, and leave it out "
+                    "of Sharding"
+                )
             return optimizer
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         handles = {id(handle): handle for handle in map(handle_of, parameters)}
