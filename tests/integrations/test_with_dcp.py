@@ -205,6 +205,21 @@ def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def test_options_for_a_gpu_leave_the_blank_state_to_the_cpu() -> None:
+    """torch raised that capturable=True needs another device, before the first step: wherever a run was resumed."""
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(new_model(0), "zero3")
+        options = {"lr": torch.tensor(1e-2), "capturable": True, "foreach": True}
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, **options)
+        found = stateful(handle, optimizer)["optim"].state_dict()
+        assert len(found["state"]) == len(handle.trainable_parameters())
+        assert all(of.keys() == {"step", "exp_avg", "exp_avg_sq"} for of in found["state"].values())
+        assert found["param_groups"][0]["capturable"] is True
+
+    run_ranks(check, 2)
+
+
 def test_the_helpers_of_torch_work_or_name_the_block_that_they_need() -> None:
     def check(rank: int) -> None:
         helpers_of_torch(rank, "zero1")

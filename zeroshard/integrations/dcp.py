@@ -102,6 +102,8 @@ class _Optimizer(Stateful):
         if not parameter.requires_grad:
             return {}
         options = {key: value for key, value in lists[index].items() if key != "params"}
+        # What is for a GPU is refused on a CPU (foreach: without capturable, if lr is a tensor). The keys are the same.
+        options |= {key: False for key in ("capturable", "foreach") if key in options}
         return _blank_state(partial(classes.of_groups[index], **classes.options_of(index)), options, parameter)
 
 
