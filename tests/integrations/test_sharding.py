@@ -141,6 +141,12 @@ def test_the_last_optimizer_has_the_parameters() -> None:
                     call()
             assert first.tensors() == {}
             assert sharding.take_over(second) is second
+            with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
+                sharding.take_over(torch.optim.LBFGS(model.parameters()))
+            loss_of_tokens(model, rank, 0, 0).backward()
+            assert second.step().applied  # an error leaves it as it was
+            plain = torch.optim.AdamW(model.parameters())
+            assert sharding.take_over(plain) is sharding.take_over(plain)  # and its state stays
             with pytest.raises(ValueError, match="is a ShardedOptimizer already: pass skip_norm_above to it"):
                 Sharding(plan, skip_norm_above=1.0).take_over(second)
             assert len(second.param_groups) == 1

@@ -131,7 +131,11 @@ class Accelerator(accelerate.Accelerator):
                     "make a new one (a Trainer does if its `optimizer` and `lr_scheduler` are set to None before)"
                 )
             return super().prepare_optimizer(optimizer)
-        prepared = _Optimizer(self._sharding_of(optimizer).take_over(optimizer), optimizer)
+        sharded = self._sharding_of(optimizer).take_over(optimizer)
+        for known in self._optimizers:
+            if known.optimizer is sharded:
+                return known
+        prepared = _Optimizer(sharded, optimizer)
         self._optimizers[:] = [*(one for one in self._optimizers if not is_retired(one.optimizer)), prepared]
         return prepared
 

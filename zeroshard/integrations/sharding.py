@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from types import MethodType
@@ -28,6 +28,7 @@ from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gat
 from zeroshard.optimizer import ShardedOptimizer, scaled_loss
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for
+from zeroshard.runtime.claims import Claims
 from zeroshard.shard import shard
 from zeroshard.step.agreement import NonFinite
 from zeroshard.step.taken_over import retire
@@ -139,7 +140,8 @@ class Sharding:
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take over a plain optimizer over parameters of a sharded model, as a ShardedOptimizer. The one that has had
-        these parameters before (in an earlier fit, for example) is out of use then. Collective.
+        these parameters before (in an earlier fit, for example) is out of use then; after an error it goes on. One that
+        has been taken over already stays as it is. Collective.
 
         Raises:
             ValueError: parameters are not sharded, or belong to several models; or it is a ShardedOptimizer, and one
@@ -163,15 +165,35 @@ class Sharding:
             if strangers and len(handles) > 1:
                 remedy += ". If they are those of a loss, make the module that has them a part of the model"
             raise InvalidValue(f"{type(optimizer).__name__} has {found}: {remedy}")
-        owners = {id(owner): owner for owner in map(handle.engine.claims.owner_of, parameters) if owner is not None}
+        claims = handle.engine.claims
+        owners = {id(owner): owner for owner in map(claims.owner_of, parameters) if isinstance(owner, ShardedOptimizer)}
         for owner in owners.values():
-            retire(owner)
+            if owner.param_groups is optimizer.param_groups:
+                return owner
         options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
-        return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
+        with _replaced(claims, owners.values()):
+            return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Fields and values. (`asdict` would copy a mesh.)"""
         return ((name, getattr(self, name)) for name in _arguments())
+
+
+@contextmanager
+def _replaced(claims: Claims, owners: Collection[ShardedOptimizer]) -> Iterator[None]:
+    """A block that gives the parameters of these to another optimizer. If it raises, they keep them."""
+    for owner in owners:
+        claims.release(owner)
+    try:
+        yield
+    except BaseException:
+        for owner in owners:
+            for other in filter(None, map(claims.owner_of, owner.groups.parameters())):
+                claims.release(other)
+            claims.claim(owner.groups.parameters(), owner)
+        raise
+    for owner in owners:
+        retire(owner)
 
 
 def is_retired(optimizer: ShardedOptimizer) -> bool:
