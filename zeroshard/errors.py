@@ -10,6 +10,10 @@ class InvalidValue(Error, ValueError):
     """An argument, a model or a setting that cannot be used, or that differs between ranks."""
 
 
+class NeedsFP32(InvalidValue):
+    """Modules that cannot compute in the 16-bit precision that they were given."""
+
+
 class InvalidType(Error, TypeError):
     """An argument of the wrong type."""
 

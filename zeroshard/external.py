@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
+from zeroshard.comm.same import expect_same_model
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, claim_parameters, handle_of
@@ -26,7 +27,7 @@ from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
 from zeroshard.ranks.mesh import Mesh
 from zeroshard.ranks.shared_memory import many_files
-from zeroshard.ready import device_of, expect_same_model
+from zeroshard.ready import device_of, in_lines
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reach import is_accumulated
 from zeroshard.runtime.reduce import Reducer
@@ -89,7 +90,7 @@ class EngineOfParameters(Engine):
         parameters = list(new.values())
         together(self.collectives, "ShardedOptimizer", partial(self._expect_ready, new))
         specs = list(_specs(new, is_first=not self.units))
-        expect_same_model(self.collectives, new, specs, OPTIMIZER_ONLY)  # before any broadcast
+        expect_same_model(self.collectives, in_lines(new, specs, OPTIMIZER_ONLY))  # before any broadcast
         self.collectives.broadcast([parameter.data for parameter in parameters])
         with many_files():
             built = build_units(new, specs, OPTIMIZER_ONLY, self.collectives, first=len(self.units))

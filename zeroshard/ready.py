@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from zeroshard.comm import same
-from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.full_model.materialize import META, Source
 from zeroshard.handle import handle_of
@@ -191,20 +189,9 @@ def _taken(parameter: nn.Parameter) -> str:
     )
 
 
-def expect_same_model(
-    collectives: Collectives,
-    parameters: dict[str, nn.Parameter],
-    specs: Sequence[UnitSpec],
-    plan: Plan,
-    besides: Sequence[str] = (),
-) -> None:
-    """Compare a digest of plan, parameters, units and further lines between ranks. Collective.
-
-    Raises:
-        ValueError: on every rank: they differ; the message has the first difference.
-    """
+def in_lines(parameters: dict[str, nn.Parameter], specs: Sequence[UnitSpec], plan: Plan) -> list[str]:
+    """Plan, parameters and units, for `expect_same_model`."""
     placements = (plan.weights, plan.grads, plan.main)
     lines = [f"plan {plan.name}", "placements " + ", ".join(placement.value for placement in placements)]
     lines += [f"{name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for name, p in parameters.items()]
-    lines += [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]
-    same.expect_same_model(collectives, [*lines, *besides])
+    return lines + [f"unit {spec.name} of {len(spec.names)} parameters, {spec.precision}" for spec in specs]

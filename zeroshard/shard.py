@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.same import expect_same, of_buffers
+from zeroshard.comm.same import expect_same, expect_same_model, of_buffers
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
 from zeroshard.errors import Error, InvalidValue
@@ -44,8 +44,8 @@ from zeroshard.ready import (
     expect_no_views,
     expect_ready,
     expect_registered,
-    expect_same_model,
     give_own_versions,
+    in_lines,
 )
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.life import Life
@@ -205,9 +205,9 @@ def _choose_units(
 def _expect_same(chosen: _Chosen, options: _Options, collectives: Collectives) -> None:
     """Raises:
     ValueError: the ranks have different models or arguments; or, with values="check", different values."""
-    lines = [f"values={options.values!r}", "no values, on the meta device" if chosen.on_meta else "its values"]
-    lines += of_buffers(chosen.buffers)
-    expect_same_model(collectives, chosen.parameters, chosen.specs, chosen.plan, lines)
+    values = f"values={options.values!r}", "no values, on the meta device" if chosen.on_meta else "its values"
+    lines = in_lines(chosen.parameters, chosen.specs, chosen.plan)
+    expect_same_model(collectives, [*lines, *values, *of_buffers(chosen.buffers)])
     if options.values == "check" and not chosen.on_meta:
         tensors = {**chosen.parameters, **chosen.buffers}
         expect_same(collectives, tensors, "shard, values='check'", _LOAD_THE_SAME)

@@ -400,6 +400,9 @@ def test_a_wrong_value_in_a_config_of_transformers_is_one_line(
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"
     of_text = "cannot be built" if is_older() else "Field 'n_layer' expected int, got str"
+    path.write_text(json.dumps({"model_type": "gpt2", "n_layer": "x"}))
+    run(["plan", str(path)])
+    capfd.readouterr()  # what other libraries say when they are imported, in a process with many tests
     for value, message in (("x", of_text), (-1, "")):
         path.write_text(json.dumps({"model_type": "gpt2", "n_layer": value, "vocab_size": -1}))
         assert message in said(capfd, "plan", path, code=2)

@@ -17,7 +17,7 @@ from zeroshard.cli.models import Described, describe
 from zeroshard.cli.plan_output import show, show_fit
 from zeroshard.cli.terminal import Command, Size, Type
 from zeroshard.cli.undisturbed import undisturbed
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import InvalidValue, NeedsFP32
 from zeroshard.model.units import UnitPolicy
 from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Candidate, Configuration, Forecast, Workload, fit
@@ -117,9 +117,7 @@ def plan(context: click.Context, /, model: str | None, run: Path | None, **optio
 def _planned(model: nn.Module, configuration: Configuration) -> Forecast:
     try:
         return plan_one(model, configuration)
-    except InvalidValue as error:
-        if "batch norm" not in str(error):
-            raise
+    except NeedsFP32 as error:
         raise InvalidValue(f"{error}. This command takes names of precisions: --precision fp32") from None
 
 

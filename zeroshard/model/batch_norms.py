@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from zeroshard.errors import InvalidValue
+from zeroshard.errors import NeedsFP32
 from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.paths import Modules, first_paths
 from zeroshard.precision import HALVES
@@ -44,7 +44,7 @@ def expect_kept(modules: Modules, precisions: Precisions, parameters: Iterable[n
     write = f"MixedPrecision(param={dtype.param}, keep=({', '.join(classes)},))"
     if not isinstance(precisions, (str, type(dtype))):
         write = "{" + ", ".join(f'{one}: "fp32"' for one in classes) + ", ...}, in front of the other patterns"
-    raise InvalidValue(
+    raise NeedsFP32(
         f"precision: torch's batch norm takes no weights in {dtype.param} beside running statistics in "
         f"{found[names[0]].running_mean.dtype}, and buffers stay as they are: keep "
         f"{', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' * (len(names) > SHOWN)} in fp32, with "

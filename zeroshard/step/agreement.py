@@ -395,9 +395,9 @@ class Agreement:
         Raises:
             RuntimeError: the gradient is not finite, and such steps are not skipped, or too many were in a row.
         """
-        policy = self._non_finite or ("skip" if self.losses.used else "raise")
-        if control.finite or policy == "ignore":
+        if not self.stops_at(control):
             return self._skip_norm_above is not None and not norm <= self._skip_norm_above
+        policy = self._non_finite or ("skip" if self.losses.used else "raise")
         exhausted = self.losses.exhausted(self.overflows(control))
         if policy == "raise" or exhausted is not None:
             many = f" {exhausted} times in a row" if exhausted is not None else ""
