@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, cast
 
 import pytest
@@ -281,9 +282,12 @@ class TimedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    @property
+    @cached_property  # also asked for when torch has forgotten the group
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
+
+    def abort(self) -> None:
+        assert self.group_name, "kept for torch"
 
     def size(self) -> int:
         return self._size

@@ -6,6 +6,8 @@ backward, where ranks may be at different reductions; and each `shard` made new 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
@@ -108,7 +110,7 @@ def test_a_closed_model_leaves_its_group_to_the_next_one() -> None:
         assert of_fourth is of_second
         _, of_fifth = reduce_group(make(Net))
         assert of_fifth not in (of_first, of_second)
-        assert not any(fourth.engine.collectives.mesh.made) or of_fourth in fourth.engine.collectives.mesh.made
+        assert fourth.engine.collectives.mesh.reduce.own.group is of_fourth
         store = dist.distributed_c10d._get_default_store()
         dist.barrier()
         dist.destroy_process_group()
@@ -117,6 +119,32 @@ def test_a_closed_model_leaves_its_group_to_the_next_one() -> None:
 
     with timed_ranks("early"):
         run_ranks(check, 2)
+
+
+def test_groups_of_dropped_models_end() -> None:
+    """Nobody closes a model in a notebook, or in a search over settings. Over NCCL each kept a communicator."""
+
+    def check(rank: int, replicas: int) -> list[int]:
+        mesh = init_device_mesh("cpu", (replicas, 2)) if replicas > 1 else None
+        numbers = []
+        for round in range(6):
+            model = make(Net)
+            handle = zeroshard.shard(model, PLANS[1 + round % 3], units=Block, mesh=mesh)
+            step(model, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1), rank)
+            if round % 2:
+                handle.abandon()
+            elif round == 4:
+                handle.close()
+            of_model = weakref.ref(model)
+            del model, handle
+            gc.collect()
+            assert of_model() is None, "nothing keeps it"
+            numbers.append(len(dist.distributed_c10d._world.pg_names))
+        return numbers
+
+    with timed_ranks("late"):
+        for numbers in run_ranks(check, 2, 1) + run_ranks(check, 4, 2):
+            assert len({*numbers}) == 1, numbers
 
 
 class Bound:

@@ -177,7 +177,7 @@ class Replay:
         for unit in () if self._is_in_backward else free:
             self._to_come.without_graph.pop(unit, None)
         seen = {visit.unit for visit in self._to_come.visits} | self._at.keys() if self._is_in_backward else ()
-        self._to_come.visits += [visit for visit in visits if self._trains and visit.unit not in seen]
+        self._to_come.add([visit for visit in visits if self._trains and visit.unit not in seen])
         self._made[event.call] = visits
 
     def _grad(self, event: Event) -> None:
@@ -185,12 +185,12 @@ class Replay:
         if not visits:
             return
         units, around = [visit.unit for visit in visits], visits[0].around
-        waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
+        waiting = self._to_come.where(visits)
         if not waiting:
             self._gatherer.enter_backward([*around, *units])
             return
-        self._visit_from(waiting[-1] + 1, event.task)
-        del self._to_come.visits[waiting[0] :]
+        self._visit_from(waiting.stop, event.task)
+        self._to_come.drop(waiting.start)
         self._come_to(units, around, event.task)
 
     # Backward -----------------------------------------------------------------------------------------------------

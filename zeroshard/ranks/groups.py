@@ -15,11 +15,24 @@ from torch.distributed import distributed_c10d
 
 from zeroshard.ranks.backends import timeout_of
 
-_SPARE: weakref.WeakKeyDictionary[Any, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-"""The group of a shard axis -> groups that were made for meshes with that axis, and that no mesh uses now. They are not
-destroyed: torch would give the next group the same name, whose keys in the store are those of the old communicator."""
-_DOWNWARD: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+class OwnGroup:
+    """A process group that zeroshard has made. Whoever uses it holds this object. Behind the last holder (a model that
+    is dropped, or abandoned, without `close`; a group of the user's that is destroyed) the next `take` ends the group
+    on this rank: its connections, or its communicator. Peers may do so later, as a garbage collector runs when it
+    likes; so such a group is not used again."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        weakref.finalize(self, _UNUSED.append, group).atexit = False
+
+
+_SPARE: weakref.WeakKeyDictionary[Any, list[OwnGroup]] = weakref.WeakKeyDictionary()
+"""The group of a shard axis -> groups that were made for meshes with that axis, and that no mesh uses now."""
+_DOWNWARD: weakref.WeakKeyDictionary[Any, OwnGroup] = weakref.WeakKeyDictionary()
 """The group of an axis -> the group for its messages to lower ranks, of all models on that axis."""
+_UNUSED: list[dist.ProcessGroup] = []
+"""Groups that are to be ended: nobody holds their `OwnGroup` any longer."""
 _NUMBERS: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 """The default group -> how many groups of some ranks this process has made."""
 
@@ -37,29 +50,40 @@ def default_like(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.Proces
     return default if sorted(ranks) == list(range(dist.get_world_size())) and same_backends else None
 
 
-def take(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def take(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> OwnGroup:
     """A group with these ranks, in this order, that is like `like`, the group of the shard axis. A group of a closed
     model is used again: its communicator exists already. Not one of a living model: two models may interleave their
     reductions differently on each rank."""
+    _end_unused()
     spare = _SPARE.get(like, [])
-    found = next((group for group in spare if tuple(dist.get_process_group_ranks(group)) == ranks), None)
+    found = next((own for own in spare if tuple(dist.get_process_group_ranks(own.group)) == ranks), None)
     if found is None:
-        return new_group(ranks, like, device)
+        return OwnGroup(new_group(ranks, like, device))
     spare.remove(found)
     return found
 
 
-def give_back(made: Iterable[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
+def give_back(made: Iterable[OwnGroup], like: dist.ProcessGroup) -> None:
     """Let the next `take` with this `like` have groups that no mesh uses any longer."""
     spare = _SPARE.setdefault(like, [])
-    spare += [group for group in made if group not in spare]
+    spare += [own for own in made if own not in spare]
 
 
 def downward(ranks: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """The second group of an axis: see `Mesh.with_two_ways`."""
     if group not in _DOWNWARD:
-        _DOWNWARD[group] = new_group(ranks, group, device)
-    return _DOWNWARD[group]
+        _DOWNWARD[group] = OwnGroup(new_group(ranks, group, device))
+    return _DOWNWARD[group].group
+
+
+def _end_unused() -> None:
+    # NCCL's way to destroy a communicator may wait for the peers on this host, which end theirs at another moment, or
+    # never. To abort it is a matter of this process alone. Nothing that anybody waits for is in flight.
+    end = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    while _UNUSED:
+        group = _UNUSED.pop()
+        if group in distributed_c10d._world.pg_map:  # else the program has left that world
+            end(group)
 
 
 def new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.io.logger import LOGGER
 from zeroshard.ranks.backends import backends_of, device_for, expect_usable, has_tagged_messages, take_timeout
-from zeroshard.ranks.groups import default_group, default_like, downward, give_back, take
+from zeroshard.ranks.groups import OwnGroup, default_group, default_like, downward, give_back, take
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp")
@@ -37,12 +37,14 @@ class Axis:
 
     Attributes:
         downward: the group for messages to lower ranks; None: `group` carries these, too (`Mesh.with_two_ways`).
+        own: keeps `group` alive, if it was made for this axis.
     """
 
     group: dist.ProcessGroup
     rank: int
     ranks: tuple[int, ...]
     downward: dist.ProcessGroup | None = None
+    own: OwnGroup | None = None
 
     @cached_property
     def size(self) -> int:
@@ -65,8 +67,9 @@ class Axis:
         return self.group if source < target or self.downward is None else self.downward
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Axis:
-        return cls(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)))
+    def of(cls, found: dist.ProcessGroup | OwnGroup) -> Axis:
+        own, group = (found, found.group) if isinstance(found, OwnGroup) else (None, found)
+        return cls(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), own=own)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class Mesh:
     """`shard` x `replicate`, and `world`: all ranks of both.
 
     `reduce` has the ranks of `shard`. On NCCL it is a separate communicator: gathers and reductions go on beside each
-    other. All ranks issue both in one order. `device`: of the tensors that the groups communicate. `made`: the
-    groups that were made for this mesh.
+    other. All ranks issue both in one order. `device`: of the tensors that the groups communicate.
     """
 
     shard: Axis
@@ -83,7 +85,6 @@ class Mesh:
     world: Axis
     reduce: Axis
     device: torch.device
-    made: tuple[dist.ProcessGroup, ...] = ()
 
     @property
     def is_pairwise(self) -> bool:
@@ -123,14 +124,12 @@ class Mesh:
             ValueError: a mesh of more than two axes, or with other names; ranks whose devices do not fit together.
         """
         shard, replicate = _axes_of(mesh)
-        device, world, made = device_for(shard.group, device), shard, list[dist.ProcessGroup]()
+        device, world = device_for(shard.group, device), shard
         for axis in (shard, replicate) if isinstance(mesh, DeviceMesh) else ():
             take_timeout(axis.group, default_group())
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
             ranks = tuple(sorted(mesh.mesh.flatten().tolist()))  # the order of the default group
-            if (of_all := default_like(ranks, shard.group)) is None:
-                made.append(of_all := take(ranks, shard.group, device))
-            world = Axis.of(of_all)
+            world = Axis.of(default_like(ranks, shard.group) or take(ranks, shard.group, device))
         expect_usable(world.group, device)
         # [Note: two communicators]
         # NCCL runs the operations of one communicator in the order of issue (NVIDIA/nccl#574). On one communicator,
@@ -142,9 +141,8 @@ class Mesh:
             _warn_of_one_connection()
         reduce = shard
         if own_reduce_group:
-            made.append(take(shard.ranks, shard.group, device))
-            reduce = Axis.of(made[-1])
-        return cls(shard, replicate, world, reduce, device, tuple(made))
+            reduce = Axis.of(take(shard.ranks, shard.group, device))
+        return cls(shard, replicate, world, reduce, device)
 
     def is_of(self, mesh: DeviceMesh | dist.ProcessGroup | None) -> bool:
         """Whether `of` gives these ranks for it; raises as `of` does. Not collective."""
@@ -183,7 +181,7 @@ class Mesh:
     def release(self) -> None:
         """Give the groups that were made for this mesh to the next one. All ranks call it at the same point of the
         program, with nothing in flight."""
-        give_back(self.made, self.shard.group)
+        give_back([axis.own for axis in (self.world, self.reduce) if axis.own], self.shard.group)
 
     def place(self) -> tuple[int, Place]:
         """The global rank of this process, and its `Place`."""

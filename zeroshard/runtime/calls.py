@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -352,6 +352,7 @@ class ToCome:
 
     def __init__(self) -> None:
         self.visits: list[Visit] = []
+        self._visits_of = Counter[Unit]()  # how many of the listed visits are of the unit
         self.without_graph: dict[Unit, deque[Unrecorded]] = defaultdict(partial(deque, maxlen=MOST_VISITS))
         self.left: set[Unit] = set()
         self.reached = -1
@@ -362,9 +363,29 @@ class ToCome:
         """The number of the newest visit; -1 if there is none."""
         return self.visits[-1].number if self.visits else -1
 
-    def put_in_front(self, visits: Sequence[Visit]) -> None:
-        """These are older than all that is listed."""
-        self.visits[:0] = visits
+    def add(self, visits: Sequence[Visit], *, in_front: bool = False) -> None:
+        """List these. `in_front`: they are older than all that is listed."""
+        place = 0 if in_front else len(self.visits)
+        self.visits[place:place] = visits
+        self._visits_of.update(visit.unit for visit in visits)
+
+    def drop(self, first: int) -> list[Visit]:
+        """Remove the visits from number `first` on, and return them."""
+        dropped, self.visits[first:] = self.visits[first:], []
+        self._visits_of.subtract(visit.unit for visit in dropped)
+        if not self.visits:
+            self._visits_of.clear()
+        return dropped
+
+    def where(self, of_call: Sequence[Visit]) -> range:
+        """The numbers of those of these visits that are listed. Visits of one call lie side by side, mostly at the
+        end."""
+        visits = self.visits
+        stop = next((n for n in range(len(visits), 0, -1) if visits[n - 1] in of_call), 0)
+        begin = stop
+        while begin and visits[begin - 1] in of_call:
+            begin -= 1
+        return range(begin, stop)
 
     def ran_without_grad(self, unit: Unit, inside: frozenset[Unit]) -> None:
         self.without_graph[unit].append(Unrecorded(self.visits[-1] if self.visits else None, inside))
@@ -397,9 +418,8 @@ class ToCome:
         visits, begin = self.visits, len(self.visits) - 1
         while begin > first and visits[begin - 1].call is visits[-1].call:
             begin -= 1
-        of_call, visits[begin:] = visits[begin:], []
-        self.reached = of_call[0].number
-        return of_call
+        self.reached = visits[begin].number
+        return self.drop(begin)
 
     def end_backward(self) -> None:
         self.without_graph.clear()
@@ -417,7 +437,11 @@ class ToCome:
 
     def has(self, unit: Unit) -> bool:
         """Whether backward will come to the unit (again)."""
-        return any(visit.unit is unit and visit.may_come for visit in self.visits)
+        return self.is_listed(unit) and any(visit.unit is unit and visit.may_come for visit in self.visits)
+
+    def is_listed(self, unit: Unit) -> bool:
+        """Whether a visit of the unit is listed, also one that may not come."""
+        return self._visits_of[unit] > 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -175,16 +175,14 @@ class Schedule(NotCopied):
     def _list(self, visits: Sequence[Visit]) -> None:
         """Backward will come to these."""
         if in_backward():
-            self._to_come.visits += [one for one in self._to_come.numbered(visits) if self._is_first_seen(one.unit)]
+            # The first forward of a reentrant checkpoint has left no visits.
+            seen = [*self._at, *filter(self._to_come.is_listed, [visit.unit for visit in visits])]
+            self._to_come.add([visit for visit in self._to_come.numbered(visits) if visit.unit not in seen])
             return
-        self._to_come.visits += visits
+        self._to_come.add(visits)
         self._trails.last.visits += visits
         if len(self._to_come.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
             self._begin_anew()
-
-    def _is_first_seen(self, unit: Unit) -> bool:
-        """Whether a recomputation needs a visit: the first forward of a reentrant checkpoint has left none."""
-        return unit not in self._at and all(visit.unit is not unit for visit in self._to_come.visits)
 
     # Backward ----------------------------------------------------------------------------------------------------
 
@@ -209,14 +207,14 @@ class Schedule(NotCopied):
             self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
             if trail not in self._trails.listed and any(visit.trail is trail for visit in visits):
-                self._to_come.put_in_front(self._trails.list_again(trail.retained_with))
-            waiting = [index for index, visit in enumerate(self._to_come.visits) if visit in visits]
+                self._to_come.add(self._trails.list_again(trail.retained_with), in_front=True)
+            waiting = self._to_come.where(visits)
             if not waiting:
                 self.gatherer.enter_backward([*around, *units])
                 return
-            self.visit_from(waiting[-1] + 1)
+            self.visit_from(waiting.stop)
             self._to_come.reached = visits[0].number
-            del self._to_come.visits[waiting[0] :]
+            self._to_come.drop(waiting.start)
             self._come_to(units, around)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
@@ -299,7 +297,8 @@ class Schedule(NotCopied):
             # of a reentrant checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
-                self._to_come.put_in_front(self._trails.find_living(self.gatherer.units, self.gatherer.collectives))
+                living = self._trails.find_living(self.gatherer.units, self.gatherer.collectives)
+                self._to_come.add(living, in_front=True)
             if accumulates is None:
                 accumulates = is_reduced(self.reducer.order, is_own=is_own)
                 if not accumulates:
@@ -362,7 +361,7 @@ class Schedule(NotCopied):
         self.gatherer.forget_order()
 
     def _begin_anew(self) -> None:
-        self._to_come.visits.clear()
+        self._to_come.drop(0)
         self._trails.begin_anew()
 
     @called_by_torch
