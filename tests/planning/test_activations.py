@@ -3,6 +3,7 @@ of the allocator closely."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -202,6 +203,39 @@ def test_products_of_groups_in_other_dtypes_than_bf16(precision: str) -> None:
     if precision == "fp32":  # in fp16 the engine has the gradients cast to fp32
         assert live.mark() == traced.backward
         assert fit(build(), 10**9, Configuration(ranks=2, workload=workload))
+
+
+class KeepsItself(nn.Module):
+    """As caches of keys and values do: what forward has made refers to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).sigmoid()  # which backward needs
+            cache: list[Any] = [x]
+            cache.append(cache)
+        return x.sum()
+
+
+def test_the_plan_does_not_depend_on_when_python_collects_garbage() -> None:
+    workload = Workload(lambda: torch.zeros(BATCH, WIDTH), lambda model, x: model(x))
+    traces = []
+    for collects in (True, False):
+        gc.collect()
+        (gc.enable if collects else gc.disable)()
+        before = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            trace = zeroshard.plan(KeepsItself(), Configuration(workload=workload)).trace
+        finally:
+            gc.set_threshold(*before)
+            gc.enable()
+        assert trace is not None
+        traces.append([trace.saved, trace.peak, *((one.until, one.there) for one in trace.gradients)])
+    assert traces[0] == traces[1]
 
 
 def test_the_rows_of_a_sparse_gradient_are_traced() -> None:

@@ -7,6 +7,7 @@ operator is not seen.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -238,7 +239,9 @@ def _trace(
             inputs = workload.inputs()
             of_inputs = live.now
             loss = workload.loss(model, inputs)
-            forward, saved = live.mark(), live.now
+            forward = live.mark()
+            gc.collect()  # what is in a cycle of references (a cache of keys) goes now, and not when Python happens to
+            saved = live.now
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.80}"
                 raise InvalidValue(f"activations: the loss must be a tensor with one element, found {shape}")
