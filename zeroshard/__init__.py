@@ -5,7 +5,6 @@ from zeroshard import starting  # noqa: F401 - first, as the others take seconds
 # isort: split
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from zeroshard import checkpoint, errors, planner, planning, testing
@@ -65,8 +64,6 @@ __all__ = [
 ]
 
 _IMPORTED_WHEN_ASKED_FOR = ("exchange", "integrations", "optim", "reference")
-
-logging.getLogger("zeroshard").addHandler(logging.NullHandler())  # the application adds a handler to see messages
 
 
 def __dir__() -> list[str]:

@@ -7,9 +7,11 @@ backward, where ranks may be at different reductions; and each `shard` made new 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from datetime import timedelta
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +28,7 @@ from tests.timed_backend import TimedGroup, timed_ranks
 from zeroshard.comm import joining
 from zeroshard.comm.joining import launched
 from zeroshard.comm.native_transport import NativeTransport
+from zeroshard.io.logger import tell
 from zeroshard.ranks import backends, groups
 from zeroshard.ranks.mesh import Mesh
 from zeroshard.testing import expect_same_logs, run_ranks
@@ -353,6 +356,21 @@ def test_processes_that_do_not_know_of_each_other_are_warned(
     assert [words.partition(",")[0] for words in told] == [
         "", "", "", "SLURM_STEP_NUM_TASKS is 4", "OMPI_COMM_WORLD_SIZE is 2", "PMI_SIZE is 2",
     ]  # fmt: skip
+
+
+def test_warnings_are_seen_where_a_program_sets_up_no_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that does nothing once hid them."""
+
+    def run(rank: int) -> str:
+        logging.getLogger().handlers.clear()  # those of pytest
+        with redirect_stderr(StringIO()) as seen:
+            joining.warn_of_other_tasks()
+            tell(rank, "the model is sharded")
+        return seen.getvalue()
+
+    monkeypatch.setenv("PMI_SIZE", "2")
+    (seen,) = run_ranks(run, 1)
+    assert seen.startswith("PMI_SIZE is 2, and RANK") and seen.count("\n") == 1
 
 
 @pytest.mark.parametrize("given", ["3 2 localhost 1", "x 2 localhost 1", "0 2  1", "0 2 localhost ", " 2 localhost 1"])

@@ -1,6 +1,7 @@
 """Log messages, by Python's logging under the name `zeroshard`.
 
-(Lines about ranks that have failed go to stderr: `failures/watch.py`.)
+The logger has no handler: in a program that sets up no logging, Python prints warnings on stderr. (Lines about ranks
+that have failed always go there: `failures/watch.py`.)
 """
 
 from __future__ import annotations
