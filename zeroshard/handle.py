@@ -157,8 +157,8 @@ class Handle(NotTheModel, NotCopied):
         Args:
             parts: modules, parameters, or names of either; their whole units are meant. None given: the whole model.
             write: True: allow changes (also `p.data = ...`), the same on every rank. They become the new weights, and
-                main is updated to match. False: a change raises. After an error inside, or if ranks differ, the old
-                values are restored.
+                main is updated to match. After an error inside, or if ranks differ, the old values are restored. False:
+                a change raises, and is lost where weights are sharded; elsewhere this rank keeps it.
             modifier_rank: the rank whose changes all ranks take; it implies `write`. (The name is DeepSpeed's.)
 
         Raises:

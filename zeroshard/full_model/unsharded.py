@@ -86,8 +86,8 @@ def unsharded(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
 
 def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> None:
     """`writes`: `Versions.writes` of the unit when the scope began. `replaced`: slots that were pointed elsewhere."""
-    slots, now = unit.layout.slots, unit.weights.versions.writes()
-    both = enumerate(zip(slots, writes, now, strict=True))
+    slots = unit.layout.slots
+    both = enumerate(zip(slots, writes, unit.weights.versions.writes(), strict=True))
     found = [slot for index, (slot, one, other) in both if one != other or index in replaced]
     weights = unit.weights
     # (A block around this one, which allows writes, may have written before: the shard has its values at the end only.)
@@ -95,9 +95,10 @@ def _expect_not_written(unit: Unit, writes: Sequence[int], replaced: Found) -> N
         # Writes through `p.data` leave the version as it is (pytorch/pytorch#7386), and would be lost.
         found = [slot for slot in slots if not _is_of_shard(unit, slot.world & unit.updated)]
     for slot in found:
+        now = "this rank has the new values" if weights.buffer.rests_in_full else "this write is lost"
         raise InvalidState(
             f"unsharded: {slot.name} has been written to. Pass write=True if every rank writes the same, "
-            "or modifier_rank= for the values of one rank; this write is lost, or on this rank alone"
+            f"or modifier_rank= for the values of one rank; {now}"
         )
 
 
