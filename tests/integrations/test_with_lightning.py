@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +351,30 @@ def test_outputs_and_losses_have_the_dtypes_of_plain_lightning(tmp_path: Path) -
             plain, ours = (of_trainer(tmp_path, precision, strategy) for strategy in ("auto", "zeroshard_zero3"))
             assert ours[:2] == (dtype, dtype) and plain[1] == dtype, precision
             assert ours[2] == pytest.approx(plain[2], rel=1e-3 if dtype == torch.float32 else 1e-2), precision
+
+    run_ranks(check, 1)
+
+
+def test_tensors_that_a_step_makes_have_the_dtype_of_plain_lightning(either: str, tmp_path: Path) -> None:
+    """Noise, or a mask. It was fp32, and the module's first matrix product raised."""
+
+    class Noisy(nn.Linear):
+        def forward(self, _: Any) -> Any:
+            return super().forward(torch.ones(2, 4))
+
+    def check(rank: int) -> None:
+        launched(rank, 1)
+        for precision, dtype in (("32-true", torch.float32), ("bf16-true", torch.bfloat16), ("64-true", torch.float64)):
+            module = module_of(partial(nn.Linear, 4, 1))
+            module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 4)).sum()  # noqa: B023
+            options = {"max_steps": 1, "accumulate_grad_batches": 1, "precision": precision}
+            trainer(tmp_path, "zeroshard_zero3", 1, **options).fit(module, loader(0, 1))
+            fabric = fabrics().Fabric(accelerator="cpu", devices=1, strategy="zeroshard_zero3", precision=precision)
+            fabric.launch()
+            model = Noisy(4, 1)
+            fabric.setup_module(model)(torch.ones(1))
+            assert module.net.weight.dtype == model.weight.dtype == dtype
+            assert torch.get_default_dtype() == torch.float32
 
     run_ranks(check, 1)
 

@@ -84,7 +84,7 @@ class InFabric(ForEitherPackage):
         self.sharding = in_precision_of(self.sharding, precision, self.library)
         self._precision = None
         if precision is not None:
-            self._precision = self.library.plugins.precision.Precision()
+            self._precision = with_context_of(self.library.plugins.precision.Precision(), precision)
             self._precision.precision = precision.precision
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -217,6 +217,14 @@ def in_precision_of(sharding: Sharding, plugin: Any, library: Any) -> Sharding:
         growth_interval=scaler.get_growth_interval(),
     )
     return replace(sharding, loss_scale=scale)
+
+
+def with_context_of(engine: Any, plugin: Any) -> Any:
+    """Lightning's plugins of the "true" precisions set torch's default dtype around a step, for tensors that the step
+    makes (noise, masks). `engine`: the plugin that takes the place of `plugin`; it then does so, too."""
+    if plugin.precision.endswith("-true"):
+        engine.forward_context = plugin.forward_context
+    return engine
 
 
 def _output_of(plugin: Any) -> torch.dtype | None:

@@ -9,7 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from zeroshard.handle import Handle
-from zeroshard.integrations.fabric_strategy import ForEitherPackage, expect_no_ddp_options, in_precision_of, load_into
+from zeroshard.integrations.fabric_strategy import (
+    ForEitherPackage,
+    expect_no_ddp_options,
+    in_precision_of,
+    load_into,
+    with_context_of,
+)
 from zeroshard.integrations.sharding import (
     Sharding,
     expect_handle_of,
@@ -68,7 +74,9 @@ class InTrainer(ForEitherPackage):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         self.sharding = in_precision_of(self.sharding, plugin, self.library)
-        self._precision_plugin = None if plugin is None else self.of_precision(plugin.precision)
+        self._precision_plugin = (
+            None if plugin is None else with_context_of(self.of_precision(plugin.precision), plugin)
+        )
 
     # Setting up, and down ----------------------------------------------------------------------------------------
 
