@@ -138,8 +138,11 @@ def test_what_the_engine_does_not_do_is_refused() -> None:
         as_launched(rank, 1)
         kinds = DDPCommunicationHookType
         for names in ({"comm_hook": kinds.BF16}, {"comm_hook": kinds.POWER_SGD, "comm_wrapper": kinds.FP16}):
-            with pytest.raises(ValueError, match=r"Sharding\(precision=MixedPrecision\(reduce=torch\.bfloat16\)\)"):
-                accelerator_of("ddp", kwargs_handlers=[DistributedDataParallelKwargs(**names)])
+            for mixed_precision, dtypes in (("no", "param=torch.float32, reduce=torch.bfloat16"),
+                                            ("fp16", "param=torch.float16, reduce=torch.float16")):  # fmt: skip
+                options = [DistributedDataParallelKwargs(**names)]
+                with pytest.raises(ValueError, match=rf"Sharding\(precision=MixedPrecision\({dtypes}\)\)"):
+                    accelerator_of("ddp", mixed_precision=mixed_precision, kwargs_handlers=options)
         accelerator_of("ddp", kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
         without = [AutocastKwargs(enabled=False)]
         with pytest.raises(ValueError, match=r"AutocastKwargs\(enabled=False\).*leave mixed_precision out"):

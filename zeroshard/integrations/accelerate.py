@@ -358,15 +358,20 @@ def _expect_alone(arguments: Mapping[str, Any], kind: DistributedType | None = N
         )
 
 
+_WEIGHTS_AND_WIRE = {"no": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp16": ("float16", "float16")}
+"""`mixed_precision` -> dtypes of the weights, and of gradients that are sent in 16 bits."""
+
+
 def _expect_known(accelerator: accelerate.Accelerator) -> None:
     """Raises:
     ValueError: Accelerate's handlers ask for what the engine does not do."""
     ddp, autocast = accelerator.ddp_handler, accelerator.autocast_handler
     if ddp is not None and not ddp.comm_hook == ddp.comm_wrapper == DDPCommunicationHookType.NO:
+        weights, sent = _WEIGHTS_AND_WIRE[accelerator.mixed_precision]
         raise InvalidValue(
             f"Accelerator: DistributedDataParallelKwargs(comm_hook={str(ddp.comm_hook)!r}): the engine reduces "
             "gradients, without hooks: to reduce them in 16 bits pass "
-            "Sharding(precision=MixedPrecision(reduce=torch.bfloat16))"
+            f"Sharding(precision=MixedPrecision(param=torch.{weights}, reduce=torch.{sent}))"
         )
     if autocast is not None and not autocast.enabled and accelerator.mixed_precision != "no":
         raise InvalidValue(
