@@ -76,7 +76,6 @@ class ShardedOptimizer(TorchOptimizer):
         engine: the engine of the handle.
         groups: the param groups, with the class of each.
         agreement: the agreement with the other ranks before a step.
-        clipping: the clips requested for the next step.
 
     Raises:
         TypeError: an optimizer instance in place of its class; the model in place of its handle.
@@ -120,7 +119,6 @@ class ShardedOptimizer(TorchOptimizer):
             policy = as_policy(loss_scale, has_fp16=has_fp16)
             scaler = LossScaler(policy) if policy is not None else None
             self.agreement = Agreement(self.engine, self.groups, self._steppers, scaler, non_finite, skip_norm_above)
-        self.clipping = self.agreement.clipping
         self._clips = Clips(self.engine, self.agreement)
         self._uneven_inputs = UnevenInputs(self.engine)
         self._is_built = True
@@ -246,7 +244,7 @@ class ShardedOptimizer(TorchOptimizer):
         self._ask(arguments=arguments)
         if verdict := self.agreement.verdict(updates=True):  # 2 goes ahead of the answer
             self.engine.pool.rest()
-            self._update(self.agreement.ahead.active, verdict.update(self.clipping), arguments)
+            self._update(self.agreement.ahead.active, verdict.update(self.agreement.clipping), arguments)
             self.agreement.went_ahead()
         control = self.agreement.answer()
         self.engine.pool.rest()
@@ -261,7 +259,7 @@ class ShardedOptimizer(TorchOptimizer):
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             active = self.agreement.active(control)
             if not self.agreement.is_updated:
-                self._update(active, self.clipping.update(mean), arguments)
+                self._update(active, self.agreement.clipping.update(mean), arguments)
             self.agreement.learn(control, active)
         else:
             words = "a step is skipped: gradient norm %s, loss scale %s"
@@ -298,7 +296,6 @@ class ShardedOptimizer(TorchOptimizer):
 
     def _discard_gradients(self, *, by_step: bool = False) -> None:
         self.agreement.forget()
-        self.clipping.clear()
         self._steppers.discard_gradients(by_step=by_step)
 
     @torch.no_grad()

@@ -112,7 +112,7 @@ def run(steps: Steps, sequence: Sequence) -> tuple[list[float], dict[str, Tensor
         steps.backward()
         seen += sequence(steps)
         steps.optimizer.step()
-        assert steps.is_plain or steps.optimizer.clipping == Clipping()
+        assert steps.is_plain or steps.optimizer.agreement.clipping == Clipping()
     return seen, steps.weights()
 
 

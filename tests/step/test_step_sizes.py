@@ -83,7 +83,7 @@ def cost_of_update(plan: Any, precision: str, width: int, blocks: int) -> tuple[
     for _ in range(2):
         optimizer.backward(model(torch.ones(2, width, dtype=next(model.parameters()).dtype)).sum())
         control, Calls.number, operations = optimizer.agree(), 0, Operations()
-        active, update = optimizer.agreement.active(control), optimizer.clipping.update(0.5)
+        active, update = optimizer.agreement.active(control), optimizer.agreement.clipping.update(0.5)
         with operations, torch.no_grad():
             (stepper,) = optimizer.steppers
             stepper.step(optimizer.param_groups, active, update, lambda unit: None, {})

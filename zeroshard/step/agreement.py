@@ -340,8 +340,8 @@ class Agreement:
                 samples.take(number, unit.name, unit.weights.full)
 
     def forget(self) -> None:
-        """Forget the last control exchange: its gradients have been consumed."""
-        self._asked = None
+        """Forget the last control exchange, and the clips: its gradients have been consumed."""
+        self._asked, self.clipping = None, Clipping()
         self.own_norms.forget()
 
     def _status(self, *, by_hand: bool) -> Status:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ Options = dict[str, Any]
 OptimizerClass = type[torch.optim.Optimizer]
 Groups = dict[Unit, list[int | None]]
 """Unit -> the param group of each slot (None: the slot belongs to another stepper, or to none)."""
+
+
+def options_in(group: Mapping[str, Any]) -> Options:
+    """The options of a param group: everything but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def shows_gradient(unit: Unit, indices: Iterable[int]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.assignment import OptimizerClass, Options, options_in
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """What schedulers put into param groups: some classes refuse a group with options that they do not know."""
@@ -23,15 +23,14 @@ def over_group(
     optimizer_class: OptimizerClass, arguments: Options, of_group: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
     """An instance over a small matrix in a param group with these options, as a trial. Raises what the class raises."""
-    group = {key: value for key, value in of_group.items() if key != "params" and key not in _OF_SCHEDULERS}
+    group = {key: value for key, value in options_in(of_group).items() if key not in _OF_SCHEDULERS}
     params = [torch.zeros(2, 2, device="cpu")]
     return optimizer_class([{**copy.deepcopy(group), "params": params}], **copy.deepcopy(arguments))
 
 
 def filled_up(optimizer_class: OptimizerClass, arguments: Options, of_group: Mapping[str, Any]) -> Options:
     """The options of a param group, filled up by the class. Raises what the class raises."""
-    made = over_group(optimizer_class, arguments, of_group).param_groups[0]
-    return {key: value for key, value in made.items() if key != "params"}
+    return options_in(over_group(optimizer_class, arguments, of_group).param_groups[0])
 
 
 def class_of_kind(optimizer_class: OptimizerClass, arguments: Options, options: Options) -> OptimizerClass:

@@ -36,11 +36,6 @@ class Clipping:
     needs_host: bool = False
     of: SeenGradients | None = None
 
-    def clear(self) -> None:
-        """Reset. In place, because frameworks wrap an optimizer in an object that shares its methods and copies its
-        attributes: a new record would be set on one of the two only."""
-        vars(self).update(vars(Clipping()))
-
     @property
     def waits(self) -> bool:
         """Whether a clip has not changed the gradient yet."""

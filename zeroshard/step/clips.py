@@ -28,7 +28,7 @@ class Clips:
     """The clips of one optimizer."""
 
     def __init__(self, engine: Engine, agreement: Agreement) -> None:
-        self._engine, self._agreement, self._clipping = engine, agreement, agreement.clipping
+        self._engine, self._agreement = engine, agreement
 
     def by_norm(self, max_norm: float, norm_type: float, ask: Callable[[float], None], *, needs_host: bool) -> Tensor:
         """See `ShardedOptimizer.clip_grad_norm_`.
@@ -43,7 +43,7 @@ class Clips:
             raise InvalidValue(
                 f"norm_type must be a positive number, or inf for the largest element: found {norm_type}"
             )
-        clipping, agreement = self._clipping, self._agreement
+        agreement, clipping = self._agreement, self._agreement.clipping
         is_second = clipping.waits
         if clipping.awaits_norm:
             agreement.answer()
@@ -82,26 +82,26 @@ class Clips:
                 "clip_grad_value_: gradients have been set by hand, and have not been averaged over the ranks yet. "
                 "Call optimizer.clip_grad_norm_(math.inf) before, on every rank, which does it"
             )
-        self._clipping.clamp(clip_value)
+        self._agreement.clipping.clamp(clip_value)
         self._wait()
 
     def _wait(self) -> None:
         """Let the clip wait for the step. Where the gradients lie in `p.grad` and will be used as they are, it does
         not: the multiplication has the same bits now."""
-        if not self._clipping.waits:
+        clipping, units = self._agreement.clipping, self._agreement.units
+        if not clipping.waits:
             return
-        if self._clipping.of is None and any(unit.grads.is_external for unit in self._agreement.units):
-            units = self._agreement.units.items()
-            self._clipping.of = SeenGradients(unit.parameters[index] for unit, slots in units for index in slots)
+        if clipping.of is None and any(unit.grads.is_external for unit in units):
+            clipping.of = SeenGradients(unit.parameters[index] for unit, slots in units.items() for index in slots)
         apply: WeakMethod[Callable[[], None]] = WeakMethod(self.apply)
         if apply not in self._engine.reducer.visible.clips:
             self._engine.reducer.visible.clips.append(apply)
         is_exact = all(
             isinstance(unit.grads, Gradients) and unit.grads.means_in_full and unit.grads.held_in == unit.main.dtype
-            for unit in self._agreement.units
+            for unit in units
         )
         is_told = self._engine.collectives.orders is not None  # followers of a join are told the factor with the step
-        if is_exact and not is_told and self._engine.reducer.visible.final and not self._clipping.awaits_norm:
+        if is_exact and not is_told and self._engine.reducer.visible.final and not clipping.awaits_norm:
             self.apply()
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class Clips:
             RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element; or other
                 code has changed the gradients in `p.grad` since the clip.
         """
-        clipping, visible = self._clipping, self._engine.reducer.visible
+        clipping, visible = self._agreement.clipping, self._engine.reducer.visible
         if clipping.is_late:
             raise InvalidState(CHANGED_SINCE)
         factor: float | Tensor = clipping.factor

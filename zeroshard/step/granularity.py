@@ -24,8 +24,15 @@ from zeroshard.gradients.settings import plain
 from zeroshard.model.absent import kind_of
 from zeroshard.model.trees import tensors_in
 from zeroshard.optim import Lamb, Lars
-from zeroshard.step.assignment import Assignment, OptimizerClass, Options
-from zeroshard.step.inner import built_for_trial, expect_no_closure, expect_state_of_tensors, run_step, trial
+from zeroshard.step.assignment import Assignment, OptimizerClass, Options, options_in
+from zeroshard.step.inner import (
+    built_for_trial,
+    expect_no_closure,
+    expect_state_of_tensors,
+    run_step,
+    stepped_for_trial,
+    trial,
+)
 
 
 class Granularity(Enum):
@@ -116,10 +123,9 @@ def granularity_of(
             found |= {_of_group(one, sharded=sharded) for one in kinds[1:]}
             return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
-            _step_once(tried)
+            tried.stepped([_ones(4, 6)])
         except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
-            _expect_not_for_want_of_a_closure(tried, error)
-            _expect_not_for_want_of_a_graph(tried, error)
+            _expect_nothing_missing(tried, error)
         return declared
 
 
@@ -159,9 +165,8 @@ class Watched:
             if (kinds := kinds_of(groups[index])) == before:
                 continue
             self._kinds[index] = kinds
-            of_group = {key: value for key, value in groups[index].items() if key != "params"}
             with trial():
-                found = _of_group(replace(self._tried, of_group=of_group), sharded=False)
+                found = _of_group(replace(self._tried, of_group=options_in(groups[index])), sharded=False)
             if found is Granularity.PARAMETER:
                 self._kinds[index] = before
                 changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
@@ -172,7 +177,7 @@ class Watched:
                 )
             self._unasked.clear()  # with this option it may ask for others
         if names := _attributes_of(self._parameters) - self._unasked:
-            of_groups = [{k: v for k, v in groups[index].items() if k != "params"} for index in self._groups]
+            of_groups = [options_in(groups[index]) for index in self._groups]
             with trial():
                 dims = {parameter.ndim for parameter in self._parameters}
                 asked = sorted(names & _asked_for(_of_kinds(self._tried, of_groups), dims, once_built=True))
@@ -193,7 +198,7 @@ def expect_empty_taken(optimizer_class: OptimizerClass, options: Options, name: 
     """
     try:
         with trial():
-            _step_once(_Tried(optimizer_class, options), shape)
+            _Tried(optimizer_class, options).stepped([_ones(*shape)])
     except ArithmeticError as error:
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot step {name}, which has no elements ({error!r}, as in plain torch): "
@@ -217,6 +222,10 @@ class _Tried:
         """An instance over these tensors that can step."""
         return built_for_trial(self.optimizer_class, self.arguments, tensors, self.of_group)
 
+    def stepped(self, tensors: list[Tensor], steps: int = 1) -> torch.optim.Optimizer:
+        """An instance over these tensors that has stepped."""
+        return stepped_for_trial(self.over(tensors), tensors, steps)
+
 
 def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     watching = _Watching()
@@ -226,8 +235,7 @@ def _by_trial(tried: _Tried, *, sharded: bool) -> Granularity:
     except InvalidValue:
         raise
     except Exception as error:
-        _expect_not_for_want_of_a_closure(tried, error)
-        _expect_not_for_want_of_a_graph(tried, error)
+        _expect_nothing_missing(tried, error)
         raise InvalidValue(
             f"{tried.name} is unknown, and stepping it on two small matrices raised {error!r}. Pass elementwise=True "
             "if it updates every element on its own, elementwise=False if it needs whole parameters"
@@ -270,7 +278,7 @@ def _of_all_parameters(tried: _Tried, together: _Outcome, *, sharded: bool) -> G
 def _of_group(tried: _Tried, *, sharded: bool) -> Granularity:
     """As `_by_trial`; where the group's options do not fit the matrices of a trial, the parameters are left whole."""
     try:
-        _step_once(tried)
+        tried.stepped([_ones(4, 6)])
     except Exception:
         return Granularity.PARAMETER
     return _by_trial(tried, sharded=sharded)
@@ -292,19 +300,16 @@ def _communicates(tried: _Tried) -> bool:
     """Whether the first step does, also if it fails there."""
     watching = _Watching()
     with suppress(Exception), watching:  # other trials tell of it
-        _step_once(tried)
+        tried.stepped([_ones(4, 6)])
     return watching.communicates
 
 
-def _shares_out(tried: _Tried, count: int = 128) -> bool:
-    """Whether the first step leaves the state of some of `count` parameters on this rank, and of others elsewhere."""
-    tensors = [torch.ones(4, 6, device="cpu", requires_grad=True) for _ in range(count)]
-    for tensor in tensors:
-        tensor.grad = torch.ones_like(tensor)
+def _shares_out(tried: _Tried) -> bool:
+    """Whether the first step leaves the state of some of many parameters on this rank, and of others elsewhere."""
+    tensors = [_ones(4, 6) for _ in range(128)]
     with suppress(Exception):  # other trials tell of it
-        optimizer = tried.over(tensors)
-        run_step(optimizer)
-        return 0 < sum(bool(optimizer.state.get(tensor)) for tensor in tensors) < count
+        optimizer = tried.stepped(tensors)
+        return 0 < sum(bool(optimizer.state.get(tensor)) for tensor in tensors) < len(tensors)
     return False
 
 
@@ -325,12 +330,9 @@ def _expect_all_in_state(kinds: Iterable[_Tried]) -> None:
 
 def _kept_beside_state(tried: _Tried) -> set[str]:
     """The attributes of an instance with tensors of the size of a parameter."""
-    tensor = torch.ones(11, 13, device="cpu", requires_grad=True)  # a size that no constant of a class has
+    tensor = _ones(11, 13)  # a size that no constant of a class has
     with suppress(Exception):  # other trials tell of it
-        optimizer = tried.over([tensor])
-        for _ in range(2):
-            tensor.grad = torch.ones_like(tensor)
-            run_step(optimizer)
+        optimizer = tried.stepped([tensor], 2)
         own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
         known = {one.untyped_storage()._cdata for one in (tensor, tensor.grad) if one is not None}
         held = [(name, one) for name, value in own.items() for one in tree_leaves(value) if isinstance(one, Tensor)]
@@ -405,24 +407,42 @@ def _try_out(
     return _Outcome(torch.cat([tensor.detach().reshape(-1) for tensor in tensors]), settings)
 
 
-def _expect_not_for_want_of_a_closure(tried: _Tried, error: Exception) -> None:
-    """Raises:
-    ValueError: `error` is that of a step without a closure; with one, which the class calls, it does not occur."""
-    try:
-        calls = _step_once(tried, with_closure=True)
-    except Exception:
-        return
-    if calls:
+def _expect_nothing_missing(tried: _Tried, error: Exception) -> None:
+    """
+    Raises:
+        ValueError: a step raises `error` because it gets no closure, or gradients without graphs: with a closure, which
+            it calls, or with graphs it does not."""
+    if _steps_with_a_closure(tried):
         raise InvalidValue(
             f"{tried.name} cannot be sharded: its step() calls a closure by itself, and without one it raises "
             f"{error!r}. One that evaluates the loss while it steps would do so on a part of the weights"
         ) from None
+    if _steps_with_graphs(tried):
+        raise InvalidValue(
+            f"{tried.name} cannot be sharded: its step() differentiates the gradients (it needs "
+            f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
+        ) from None
 
 
-def _expect_not_for_want_of_a_graph(tried: _Tried, error: Exception) -> None:
-    """Raises:
-    ValueError: `error` is that of a step with gradients without graphs; with graphs it does not occur."""
-    tensor = torch.ones(4, 6, device="cpu", requires_grad=True)
+def _steps_with_a_closure(tried: _Tried) -> bool:
+    """Whether the class steps with a closure, and calls it."""
+    tensor, is_called = _ones(4, 6), False
+
+    def closure() -> float:
+        nonlocal is_called
+        is_called, tensor.grad = True, torch.ones_like(tensor)
+        return 1.0
+
+    tensor.grad = torch.ones_like(tensor)
+    with suppress(Exception):
+        tried.over([tensor]).step(closure)
+        return is_called
+    return False
+
+
+def _steps_with_graphs(tried: _Tried) -> bool:
+    """Whether the class steps with gradients that can be differentiated."""
+    tensor = _ones(4, 6)
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # torch warns of the cycle that `grad = None` below ends
@@ -430,32 +450,14 @@ def _expect_not_for_want_of_a_graph(tried: _Tried, error: Exception) -> None:
             torch.autograd.backward(tensor.pow(3).sum(), create_graph=True)
             run_step(optimizer)
     except Exception:
-        return
+        return False
     finally:
         tensor.grad = None
-    raise InvalidValue(
-        f"{tried.name} cannot be sharded: its step() differentiates the gradients (it needs "
-        f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
-    ) from None
+    return True
 
 
-def _step_once(tried: _Tried, shape: Sequence[int] = (4, 6), *, with_closure: bool = False) -> int:
-    """Step the class on one tensor. Returns how often it has called its closure."""
-    tensor, calls = torch.ones(*shape, device="cpu", requires_grad=True), -1
-
-    def closure() -> float:
-        nonlocal calls
-        calls += 1
-        tensor.grad = torch.ones_like(tensor)
-        return 1.0
-
-    closure()
-    optimizer = tried.over([tensor])
-    if with_closure:
-        optimizer.step(closure)
-    else:
-        run_step(optimizer)
-    return calls
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, device="cpu", requires_grad=True)
 
 
 def _asked_for(kinds: Sequence[_Tried], dims: Collection[int], *, once_built: bool = False) -> frozenset[str]:

@@ -22,7 +22,7 @@ from zeroshard.comm.together import tell_together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.trees import tensors_in
-from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options
+from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options, options_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
@@ -68,7 +68,7 @@ class Inner:
     def write_options(self, options: Sequence[Options]) -> None:
         """Copy the inner groups' values back to the user's: some classes keep counts in their groups."""
         for index, group in self.groups.items():
-            options[index].update({key: value for key, value in group.items() if key != "params"})
+            options[index].update(options_in(group))
 
     def elementwise(self, group: int) -> dict[str, bool]:
         """See `is_elementwise_state`."""
@@ -190,6 +190,15 @@ def built_for_trial(
     if callable(getattr(optimizer, "train", None)):  # schedule-free classes step only in training mode
         optimizer.train()
     return optimizer  # type: ignore[no-any-return]
+
+
+def stepped_for_trial(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], steps: int) -> torch.optim.Optimizer:
+    """Step an instance over these tensors, with gradients of ones. Returns it."""
+    for _ in range(steps):
+        for tensor in tensors:
+            tensor.grad = torch.ones_like(tensor)
+        run_step(optimizer)
+    return optimizer
 
 
 def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
@@ -329,14 +338,11 @@ def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defa
     Args:
         options: a param group; defaults: what the class was built with.
     """
-    options = {key: value for key, value in options.items() if key != "params"}
     with trial(), torch.no_grad():
         parameter = torch.zeros(2, 3, device="cpu", requires_grad=True)
         try:
-            optimizer = built_for_trial(optimizer_class, defaults, [parameter], for_trial(options))
-            for _ in range(2):
-                parameter.grad = torch.ones_like(parameter)
-                run_step(optimizer)
+            optimizer = built_for_trial(optimizer_class, defaults, [parameter], for_trial(options_in(options)))
+            stepped_for_trial(optimizer, [parameter], 2)
         except Exception:
             return {}
     tensors = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}

@@ -19,7 +19,7 @@ from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
-from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.assignment import OptimizerClass, Options, options_in
 from zeroshard.step.by_group import class_of_kind, filled_up
 from zeroshard.step.granularity import kinds_of
 from zeroshard.step.stepper import FullState
@@ -78,7 +78,7 @@ class Classes:
                 "steps: leave differentiable out"
             )
         of_group, filled = group.pop("optimizer_class", self.default), Options()
-        _expect_no_parameters(of_group, {key: value for key, value in group.items() if key != "params"})
+        _expect_no_parameters(of_group, options_in(group))
         if of_group is not self.default:
             filled = defaults_of(of_group, {})
         elif self._by_group:
@@ -90,7 +90,7 @@ class Classes:
         try:
             return filled_up(self.default, self.options, group)
         except Exception as error:
-            options = ", ".join(f"{key}={value!r:.80}" for key, value in group.items() if key != "params")
+            options = ", ".join(f"{key}={value!r:.80}" for key, value in options_in(group).items())
             raise InvalidValue(
                 f"{self.default.__name__} refuses a param group with the options ({options}): {error!r}. Give it the "
                 "options that the class asks for, as in plain torch"
@@ -188,7 +188,7 @@ class ParamGroups:
         return tuple(
             (
                 ("class", f"{of_class.__module__}.{of_class.__qualname__}"),
-                *((key, plain(value)) for key, value in group.items() if key != "params"),
+                *((key, plain(value)) for key, value in options_in(group).items()),
             )
             for group, of_class in zip(self.lists, self.classes.of_groups, strict=True)
         )
@@ -243,7 +243,7 @@ class ParamGroups:
 
     def options(self) -> list[Options]:
         """Each group without its parameters."""
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.lists]
+        return [options_in(group) for group in self.lists]
 
     # In a state_dict ---------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from zeroshard.full_model.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.agreement import Agreement
-from zeroshard.step.clipping import Clipping
+from zeroshard.step.assignment import options_in
 from zeroshard.step.control import Control
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.state_view import StateView
@@ -41,7 +41,6 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     engine: Engine
     groups: ParamGroups
     agreement: Agreement
-    clipping: Clipping
     _steppers: Steppers
     _uneven_inputs: UnevenInputs
 
@@ -77,7 +76,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
             return
         self.groups.expect_to_begin(assigned)
         for mine, group in zip(list(self.param_groups), assigned, strict=False):
-            mine.update({key: value for key, value in group.items() if key != "params"})
+            mine.update(options_in(group))
         for group in assigned[len(self.param_groups) :]:
             self.add_param_group(group)
 
@@ -159,7 +158,7 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     def _load_rest(self, state_dict: dict[str, Any]) -> None:
         for group, saved in zip(self.groups.lists, state_dict["param_groups"], strict=True):
-            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+            group.update(copy.deepcopy(options_in(saved)))
         self.agreement.losses.load_state_dict(state_dict.get("loss_scale", {}))
 
     def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
@@ -238,13 +237,13 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
 
     def step_values(self) -> dict[str, Any]:
         """The values that a step depends on besides gradients, state and loss scales, JSON-able."""
-        clipping = self.clipping
+        clipping = self.agreement.clipping
         return {"groups": self.groups.hyper_parameters(), "clip": clipping.factor, "clip_value": clipping.value}
 
     def _step_as(self, values: Mapping[str, Any]) -> None:
         """On a follower: step with the `step_values` of another rank."""
         self.groups.set_hyper_parameters(values["groups"])
-        self.clipping.factor, self.clipping.value = values["clip"], values["clip_value"]
+        self.agreement.clipping.factor, self.agreement.clipping.value = values["clip"], values["clip_value"]
         with self.agreement.following():
             self.step()
 
