@@ -28,6 +28,7 @@ from zeroshard.placement import PARTIAL, REPLICATED
 from zeroshard.precision import NAMED
 from zeroshard.ranks.mesh import Mesh
 from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.testing import expect_same_logs, run_ranks
 
@@ -54,7 +55,7 @@ def one_step(rank: int, gather: bool = True) -> tuple[Tensor, CommLog]:
     collectives = Collectives(Mesh.of(None), CommLog())
     own = LAYOUT.shard(rank)
     allocate = partial(collectives.transport.allocate, device=CPU)
-    grads = FlatBuffer(LAYOUT, rank, FP16, PARTIAL, allocate)
+    grads = GradientBuffer(LAYOUT, rank, FP16, PARTIAL, allocate)
     weights = FlatBuffer(LAYOUT, rank, FP16, REPLICATED, allocate)
     collectives.map_peers()
     collectives.log.clear()

@@ -19,7 +19,7 @@ from zeroshard.layout import pool_plan
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import SHARDED
 from zeroshard.storage import pool
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.testing import run_ranks
 
 
@@ -31,14 +31,14 @@ class Counted:
 
 
 def count_moves() -> Counted:
-    counted, move = Counted(), FlatBuffer.move
+    counted, move = Counted(), GradientBuffer.move
 
-    def counting(self: FlatBuffer, storage: Tensor | None = None) -> None:
+    def counting(self: GradientBuffer, storage: Tensor | None = None) -> None:
         counted.moved_in += storage is not None
         counted.moved_out += storage is None
         move(self, storage)
 
-    FlatBuffer.move = counting  # type: ignore[method-assign]
+    GradientBuffer.move = counting  # type: ignore[method-assign]
     return counted
 
 
@@ -90,7 +90,7 @@ def test_one_for_which_there_is_no_memory_outside_stays_a_guest(monkeypatch: pyt
     """If the program caught the error and went on, the next backward overwrote it in the bucket, in silence."""
     layout = BufferLayout.pack([("weight", (512,))], 2)
     allocate = partial(torch.zeros, dtype=torch.uint8)
-    shard = FlatBuffer(layout, 0, torch.float32, SHARDED, allocate, lasting=False)
+    shard = GradientBuffer(layout, 0, torch.float32, SHARDED, allocate)
     shard.hold()
     shard.shard.fill_(3.0)
     bucket = allocate(shard.shard.nbytes)

@@ -17,10 +17,10 @@ of this unit (`Gatherer.read`), and `park` leaves the memory.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,14 +34,10 @@ from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.layout.portions import Portions
-from zeroshard.layout.sums import add
 from zeroshard.placement import SHARDED, Move, Placement, moves
 
 Allocate = Callable[[int], Tensor]
 """Number of bytes -> uint8 zeros."""
-
-NOTHING = -0.0
-"""What a rank without a gradient adds to a sum: see [Note: nothing] in `gradients.py`."""
 
 
 def refuse_after_close(unit: str) -> NoReturn:
@@ -91,18 +87,13 @@ class FlatBuffer:
         layout: shared by the weights, gradients and main of a unit.
         full: [layout.numel], or None while only the shard is held.
         shard: [layout.shard_numel], the own interval: a view of `full` if the buffer owns `full`, else a storage of its
-            own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty after `let_go`.
-        is_guest: whether the shard lies in a pool buffer for a while (`Pool.lodge`).
-        most: the most bytes of its own storage so far.
+            own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty while no storage is held.
         borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
-        is_apart: whether each slot has a tensor of its own (`slot_buffer.py`).
         lends: whether it is known if others keep tensors in the memory of `views` ([Note: lent views]).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
         is_arriving: whether a redistribution is in progress.
         pending: the last redistribution.
     """
-
-    is_apart: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -112,12 +103,12 @@ class FlatBuffer:
         resting: Placement,
         allocate: Allocate,
         *,
-        lasting: bool = True,
+        holds: bool = True,
         lends: bool = False,
     ) -> None:
         """`resting`: SHARDED allocates only the shard, others the full buffer (also SHARDED, if there is one shard).
-        `lasting`: False allocates nothing before `hold`, and `let_go` frees it again. `lends`: see the attributes; no
-        effect where the full tensor is borrowed."""
+        `holds`: False allocates nothing before `hold`. `lends`: see the attributes; no effect where the full tensor is
+        borrowed."""
         self.layout, self.rank = layout, rank
         self.borrows = resting is SHARDED and layout.num_shards > 1
         self.lends = lends and not self.borrows
@@ -125,13 +116,10 @@ class FlatBuffer:
         self.is_arriving = False
         self.pending = Pending()
         self._cut: Cut | None = None
-        self._lasting, self._allocate = lasting, allocate
-        self.is_guest = False
-        self._storage = allocate(0)
+        self._allocate, self._storage = allocate, allocate(0)
         self.full: Tensor | None = None
         self.shard = self._storage.view(dtype)
-        self.most = 0
-        if lasting:
+        if holds:
             self.hold()
 
     @cached_property
@@ -149,12 +137,11 @@ class FlatBuffer:
         return not self.borrows
 
     def hold(self) -> None:
-        """Allocate the buffer's own storage, if it has none."""
+        """Allocate the buffer's own storage, if it holds none."""
         if self._storage.numel():
             return
         numel = self.layout.shard_numel if self.borrows else self.layout.numel
         storage = self._allocate(numel * self.dtype.itemsize)
-        self.most = storage.nbytes
         held = storage.view(self.dtype)
         if self.borrows:
             self.shard = held
@@ -162,31 +149,11 @@ class FlatBuffer:
             self.full, self.shard = held, held[self.own_interval.slice]
         self._storage = storage  # last: if this is interrupted, the next call does it again
 
-    def let_go(self) -> None:
-        """Free the buffer's own storage, unless it is lasting. The values are lost."""
-        if not self._lasting:
-            self.is_guest = False
-            self._storage = self._allocate(0)
-            self.shard = self._storage.view(self.dtype)
-            if not self.borrows:
-                self.full = self._cut = None
-
     def free(self) -> None:
-        """Free the buffer's own storage for good, and give a borrowed full tensor back."""
-        self._lasting, self.placement = False, None
-        self.full = self._cut = None
-        self.let_go()
-
-    def move(self, storage: Tensor | None = None) -> None:
-        """Move the shard's values into `storage`, uint8 [bytes of the shard], part of a pool buffer; None: back into a
-        storage of its own."""
-        assert self.borrows and not self._lasting, "not a shard that comes and goes"
-        is_guest = storage is not None
-        self.is_guest |= is_guest  # and until it is out: there may be no memory to move to
-        storage = self._allocate(self._storage.nbytes) if storage is None else storage
-        self._storage = storage.copy_(self._storage)
+        """Free the buffer's own storage, and give a borrowed full tensor back. The values are lost."""
+        self.placement = self.full = self._cut = None
+        self._storage = self._allocate(0)
         self.shard = self._storage.view(self.dtype)
-        self.is_guest = is_guest
 
     def attach(self, full: Tensor) -> None:
         """Borrow a full-size tensor [layout.numel], until `detach`."""
@@ -256,16 +223,6 @@ class FlatBuffer:
         self.pending.wait(stale=stale)
         self.is_arriving = False
 
-    def arrive_in_part(self) -> None:
-        """Wait for the exchange in progress, and start none that follows it."""
-        self.pending.wait_for_one()
-        self.is_arriving = self.pending.goes_on
-
-    def release_in_part(self) -> None:
-        """Like `arrive_in_part`, and wait until the peers have read what this rank gave to that exchange."""
-        self.pending.release_one()
-        self.is_arriving = self.pending.goes_on
-
     def abandon(self) -> None:
         """Drop the redistribution in progress, if any, and the values."""
         # What gloo has to receive is still waited for, unless something has failed (`Pending.__del__`).
@@ -291,100 +248,6 @@ class FlatBuffer:
         cut = self._cut
         return cut is not None and cut.whole is not cut.full and _uses_of_memory(cut.whole) > cut.own_uses
 
-    def renew_view(self, index: int) -> None:
-        """From now on, `views` has another tensor for that slot: somebody keeps this one."""
-        if self._cut is not None:
-            self._cut.slots[index] = self._cut.slots[index].detach()
-
-    @property
-    def known_views(self) -> list[Tensor]:
-        """The views that `views` has made last; empty if it has made none."""
-        return [] if self._cut is None else self._cut.slots
-
-    @property
-    def moved_views(self) -> list[int]:
-        """The slots whose view lies elsewhere (`view.data = values`)."""
-        if self._cut is None:
-            return []
-        # By addresses, as this is asked of every view in every step. (They change with each storage of a pool buffer.)
-        first = self._cut.full.data_ptr()
-        found = [view.data_ptr() - first for view in self._cut.slots]
-        if found == self._cut.offsets:
-            return []
-        places = zip(found, self._cut.offsets, self.layout.slots, strict=True)
-        return [index for index, (now, place, slot) in enumerate(places) if now != place and slot.world.numel]
-
-    def restore_view(self, index: int) -> Tensor:
-        """Put a view that lies elsewhere back. Returns the values that it had there."""
-        assert self._cut is not None, "there are views"
-        view, slot = self._cut.slots[index], self.layout.slots[index]
-        values = view.detach().clone()
-        view.data = self._cut.whole[slot.world.slice].view(slot.shape)
-        return values
-
-    def put(self, index: int, value: Tensor) -> None:
-        """Write a value (shape-equal, any float dtype) to one slot of the full buffer."""
-        self._cut_up().slots[index].copy_(value)
-
-    def add(self, index: int, value: Tensor) -> None:
-        """Add a value (shape-equal, any float dtype) to one slot of the full buffer."""
-        view = self.views()[index]
-        if value.dtype == view.dtype:
-            view.add_(value)
-        else:
-            flat = view.view(-1)
-            add(flat, value.reshape(-1), out=flat)
-
-    def clear(self, index: int) -> None:
-        """Let one slot of the full buffer be `NOTHING`."""
-        self.views()[index].fill_(NOTHING)
-
-    def clear_all(self) -> None:
-        """Let everything that is held be `NOTHING`."""
-        for held in (self.shard, self.full):
-            held.fill_(NOTHING) if held is not None else None
-
-    def keep_own(self, factor: int) -> set[int]:
-        """Let the own interval of the full buffer be the shard, multiplied by `factor`, and the rest of the slots that
-        touch it `NOTHING`. Returns these slots."""
-        assert self.full is not None, "the full buffer is not here"
-        own, touched = self.own_interval, self.layout.slots_in(self.own_interval)
-        if touched:
-            first, last = self.layout.slots[touched[0]].world, self.layout.slots[touched[-1]].world
-            self.full[first.start : own.start].fill_(NOTHING)
-            self.full[own.stop : last.stop].fill_(NOTHING)
-        torch.mul(self.shard, factor, out=self.own_part_of_full())
-        return set(touched)
-
-    def part(self, world: Interval) -> Tensor:
-        """The values of an interval: in the full buffer, if it is here, else in the shard."""
-        return self.part_of_shard(world) if self.full is None else self.full[world.slice]
-
-    def part_of_shard(self, world: Interval) -> Tensor:
-        """The values of an interval of the own shard."""
-        return self.shard[world.relative_to(self.own_interval.start).slice]
-
-    def parts(self, world: Interval) -> Sequence[Tensor]:
-        """Views of all values of an interval."""
-        return (self.part(world),)
-
-    def copy_to(self, world: Interval, out: Tensor) -> Tensor:
-        """Copy the values of an interval to `out` [world.numel], any float dtype. Returns it."""
-        return out.copy_(self.part(world))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether there is a full buffer to read."""
-        return self.full is not None
-
-    @property
-    def version(self) -> int:
-        """A number that changes when the full buffer is written to."""
-        return 0 if self.full is None else self.full._version
-
-    def settle(self) -> None:
-        """The backward that has written to the buffer is over."""
-
     def padding(self) -> list[Tensor]:
         """The elements of the full buffer that belong to no slot, as 1-D views."""
         return self._cut_up().padding
@@ -404,7 +267,7 @@ class FlatBuffer:
 
     def storages(self) -> list[Tensor]:
         """The storage that this buffer owns; nothing that it borrows."""
-        return [] if self.is_guest else [self._storage]
+        return [self._storage]
 
 
 def uses_of(storage: torch.UntypedStorage) -> int:

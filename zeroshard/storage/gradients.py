@@ -32,7 +32,8 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
 from zeroshard.placement import PARTIAL, REPLICATED, SHARDED, Placement
-from zeroshard.storage.buffer import FlatBuffer, refuse_after_close
+from zeroshard.storage.buffer import refuse_after_close
+from zeroshard.storage.gradient_buffer import GradientBuffer
 
 
 class GradState(Enum):
@@ -79,7 +80,7 @@ class Gradients:
 
     is_external: ClassVar[bool] = False
 
-    def __init__(self, unit: str, buffer: FlatBuffer, mean: Mean) -> None:
+    def __init__(self, unit: str, buffer: GradientBuffer, mean: Mean) -> None:
         self._unit, self.buffer, self.mean = unit, buffer, mean
         self.is_apart = buffer.is_apart
         buffer.become(None)

@@ -28,7 +28,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
 from zeroshard.model.units import UnitSpec
 from zeroshard.ranks.shared_memory import Segment
-from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.storage.host_memory import keep_freed_memory, prefer_huge_pages
 
 Kind = Literal["ring", "buckets", "scratch"]
@@ -59,7 +59,7 @@ class PoolBuffer:
         self.kind, self.num_bytes = kind, num_bytes
         self.occupant: Any = None
         self.lasting = False
-        self._guests: list[FlatBuffer] = []
+        self._guests: list[GradientBuffer] = []
         self._device, self._segment = pool.device, segment
         # Weak: pool and user refer to their buffers. A cycle would keep full-size memory until the garbage collector
         # runs.
@@ -120,7 +120,7 @@ class PoolBuffer:
         self._guests = [shard for shard in self._guests if shard.is_guest]
         return self.occupant is None and not self._guests
 
-    def lodge(self, shard: FlatBuffer, start: int) -> None:
+    def lodge(self, shard: GradientBuffer, start: int) -> None:
         """Move a shard's values into this idle buffer, from byte `start` on."""
         place = self.storage[start : start + shard.shard.nbytes]
         self._guests.append(shard)  # first: if the move is interrupted, it may be here
@@ -219,7 +219,7 @@ class Pool:
             if not stays and (buffer.kind in kinds or not kinds):
                 buffer.try_to_give_back()
 
-    def lodge(self, shards: Iterable[FlatBuffer]) -> None:
+    def lodge(self, shards: Iterable[GradientBuffer]) -> None:
         """Move reduced gradients into idle buckets, at the beginning of a step. These buckets stay held for the next
         backward (taking them again would cost more than these copies), and their memory would add to the optimizer's
         state. The gradients leave before a bucket is used (`PoolBuffer.occupy`)."""

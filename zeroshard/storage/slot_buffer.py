@@ -22,10 +22,11 @@ from torch import Tensor
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import Placement
-from zeroshard.storage.buffer import FlatBuffer, uses_of
+from zeroshard.storage.buffer import uses_of
+from zeroshard.storage.gradient_buffer import GradientBuffer
 
 
-class SlotBuffer(FlatBuffer):
+class SlotBuffer(GradientBuffer):
     """See the module's note. There is one shard, which is the whole; `full` is always None."""
 
     is_apart: ClassVar[bool] = True
@@ -33,7 +34,7 @@ class SlotBuffer(FlatBuffer):
     def __init__(self, layout: BufferLayout, dtype: torch.dtype, resting: Placement, device: torch.device) -> None:
         assert layout.num_shards == 1, "the gradients of several ranks lie in a bucket"
         allocate = partial(torch.zeros, dtype=torch.uint8, device=device)
-        super().__init__(layout, 0, dtype, resting, allocate, lasting=False)
+        super().__init__(layout, 0, dtype, resting, allocate)
         self._places: dict[tuple[int, int], list[tuple[int, slice | None]]] = {}
         self._nothing = self.shard
         self._tensors = [self._nothing] * len(layout.slots)

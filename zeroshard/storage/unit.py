@@ -19,6 +19,7 @@ from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan
 from zeroshard.ranks.common import Common
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.external_gradients import AnyGradients, ExternalGradients, NoGradients
+from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.storage.gradients import Gradients, Mean
 from zeroshard.storage.kept_memory import KeptMemory
 from zeroshard.storage.main_weights import MainWeights
@@ -82,12 +83,11 @@ class Unit:
         mean = Mean(precision.wire, mesh.world.size, carries=mesh.replicate.rank == 0, rests=self.plan.mean)
         if self.plan.takes_over_gradients(mesh.world.size, in_place=precision.steps_in_place):
             return Gradients(self.spec.name, SlotBuffer(self.layout, precision.grad, self.plan.grads, device), mean)
-        # Sharded gradients need no memory between a step and the next backward.
-        lasting = self.plan.grads is not SHARDED
         # A full buffer of gradients must lie in memory that peers can map: they read it in a reduction. Peers never
         # read a shard of gradients.
-        allocate = partial(collectives.transport.allocate if lasting else plain_bytes, device=device)
-        buffer = FlatBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate, lasting=lasting)
+        of_shard = self.plan.grads is SHARDED
+        allocate = partial(plain_bytes if of_shard else collectives.transport.allocate, device=device)
+        buffer = GradientBuffer(self.layout, mesh.shard.rank, precision.grad, self.plan.grads, allocate)
         return Gradients(self.spec.name, buffer, mean)
 
     @torch.no_grad()
@@ -162,7 +162,8 @@ class Unit:
     def gather_main(self, collectives: Collectives) -> FlatBuffer:
         """Main in full (of a frozen unit: the weights), in a new buffer. Collective."""
         gathered = self.new_buffer(self.main.dtype, self.plan.main if self.trainable else SHARDED)
-        self.main.copy_to(gathered.part(self.updated))
+        assert gathered.full is not None
+        self.main.copy_to(gathered.full[self.updated.slice])
         gathered.redistribute(REPLICATED, collectives, unit=self.name, phase="unshard")
         gathered.arrive()
         return gathered
