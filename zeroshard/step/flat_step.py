@@ -12,7 +12,7 @@ operations then depends on the number of units, and not on the number of param g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -35,14 +35,9 @@ from zeroshard.storage.unit import Unit
 
 @dataclass(frozen=True)
 class Stretch:
-    """Pieces of one unit that lie side by side, in order.
-
-    Attributes:
-        at_once: the most elements of one operation.
-    """
+    """Pieces of one unit that lie side by side, in order."""
 
     pieces: tuple[Piece, ...]
-    at_once: int
 
     @cached_property  # like the next ones read in every step
     def unit(self) -> Unit:
@@ -90,9 +85,9 @@ class Stretch:
 
     @cached_property
     def parts(self) -> tuple[tuple[Interval, slice], ...]:
-        """Parts of at most `at_once` elements: in the full buffer, and in a tensor of the whole stretch."""
-        start = self.world.start
-        return tuple((part, part.relative_to(start).slice) for part in in_parts(self.world, self.at_once))
+        """Parts for one operation each (`Sizes.at_once`): in the full buffer, and in a tensor of the whole stretch."""
+        start, at_once = self.world.start, sizes_for(self.pieces[0].tensor.device.type).at_once
+        return tuple((part, part.relative_to(start).slice) for part in in_parts(self.world, at_once))
 
 
 @dataclass(frozen=True)
@@ -261,7 +256,7 @@ class FlatStep:
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:
         """Call another method of the class on all pieces; then set the weights from main."""
         with self.state.inner.with_options(options):
-            (every,) = _in_batches(self.state.pieces, 1 << 62, self._sizes.at_once)
+            every = _stretches(self.state.pieces)
             new = partial(torch.empty, device=self.assignment.collectives.device)
             joined = [self._bring_main(stretch, new) for stretch in every]
             result = run_method(self.optimizer, name, arguments, self.state.with_gradients())
@@ -294,7 +289,7 @@ class FlatStep:
         if not stretch.is_joined:  # the tensors are views of main
             if main.follows:
                 self._held_scratch.rewind()
-                at_once = min(stretch.at_once, stretch.world.numel)
+                at_once = min(self._sizes.at_once, stretch.world.numel)
                 main.follow(stretch.world, self._held_scratch.allocate(at_once, main.weights.dtype))
             return None
         joined = new(stretch.world.numel, dtype=main.dtype)
@@ -306,7 +301,7 @@ class FlatStep:
         return joined
 
     def _store(self, stretch: Stretch, joined: Tensor | None, *, in_step: bool = False) -> None:
-        stretch.unit.main.write(stretch.world, joined, at_once=stretch.at_once, in_step=in_step)
+        stretch.unit.main.write(stretch.world, joined, at_once=self._sizes.at_once, in_step=in_step)
 
     # Memory ------------------------------------------------------------------------------------------------------
 
@@ -327,11 +322,12 @@ class FlatStep:
         units, done = list(self.assignment.groups), 0
         pieces = [piece for piece in self.state.pieces if piece.active]
         is_in_place = all(_is_in_place(unit) for unit in {piece.unit for piece in pieces})
-        planned = _in_batches(pieces, self._sizes.in_place if is_in_place else self._sizes.batch, self._sizes.at_once)
+        limit = self._sizes.in_place if is_in_place else self._sizes.batch
+        planned = [pieces[one.start : one.stop] for one in batches([piece.world.numel for piece in pieces], limit)]
         found = []
         for of_batch, following in zip(planned, [*planned[1:], []], strict=True):
             end = units.index(following[0].unit) if following else len(units)
-            found.append(Batch(tuple(of_batch), tuple(units[done:end])))
+            found.append(Batch(tuple(_stretches(of_batch)), tuple(units[done:end])))
             done = end
         self._batches, self._planned_for = tuple(found), self.state.pieces
         self._gradient_scratch.reserve(self._most(lambda stretch: stretch.is_cast))
@@ -360,7 +356,7 @@ def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
     """(unit, param group, interval) of the pieces in the own shards."""
     own = {unit: unit.own_shard() for unit in {piece.unit for piece in pieces}}
     mine = [piece for piece in pieces if piece.world in own[piece.unit]]
-    for stretch in _in_batches(mine, 1 << 62, 1)[0] if mine else ():
+    for stretch in _stretches(mine):
         if stretch.unit.grads.is_apart:
             for group, (first, *others) in groupby(stretch.pieces, attrgetter("group")):
                 yield stretch.unit, group, Interval(first.world.start, (others or [first])[-1].world.stop)
@@ -368,16 +364,12 @@ def _own_parts(pieces: Sequence[Piece]) -> Iterator[tuple[Unit, int, Interval]]:
             yield from ((piece.unit, piece.group, piece.world) for piece in stretch.pieces)
 
 
-def _in_batches(pieces: Sequence[Piece], limit: int, at_once: int) -> list[list[Stretch]]:
-    """The stretches of each batch. `limit`: the most elements of a batch; `at_once`: of one operation."""
-    planned = []
-    for of_batch in batches([piece.world.numel for piece in pieces], limit):
-        stretches: list[list[Piece]] = []
-        for piece in pieces[of_batch.start : of_batch.stop]:
-            last = stretches[-1][-1] if stretches else None
-            if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start:
-                stretches[-1].append(piece)
-            else:
-                stretches.append([piece])
-        planned.append([Stretch(tuple(one), at_once) for one in stretches])
-    return planned
+def _stretches(pieces: Iterable[Piece]) -> list[Stretch]:
+    found: list[list[Piece]] = []
+    for piece in pieces:
+        last = found[-1][-1] if found else None
+        if last is not None and last.unit is piece.unit and last.world.stop == piece.world.start:
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+    return [Stretch(tuple(one)) for one in found]

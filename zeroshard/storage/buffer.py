@@ -79,6 +79,11 @@ class Cut:
         offsets = [slot.world.start * full.element_size() for slot in layout.slots]
         return cls(full, whole, slots, padding, offsets, _uses_of_memory(whole))
 
+    def addresses(self) -> list[int]:
+        """Where the slots lie now: elsewhere each time the storage of a pool buffer is emptied and refilled."""
+        first = self.full.data_ptr()
+        return [first + offset for offset in self.offsets]
+
 
 class FlatBuffer:
     """A buffer under a layout. See [Note: placement].
@@ -236,6 +241,10 @@ class FlatBuffer:
     def views(self) -> list[Tensor]:
         """One view per slot of the full buffer, in the parameter's shape."""
         return self._cut_up().slots
+
+    def addresses(self) -> list[int]:
+        """Where `views` lie."""
+        return self._cut_up().addresses()
 
     def num_uses(self) -> int:
         """How many tensors lie in the memory of `views`."""

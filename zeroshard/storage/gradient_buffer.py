@@ -174,12 +174,11 @@ class GradientBuffer(FlatBuffer):
         """The slots whose view lies elsewhere (`view.data = values`)."""
         if self._cut is None:
             return []
-        # By addresses, as this is asked of every view in every step. (They change with each storage of a pool buffer.)
-        first = self._cut.full.data_ptr()
-        found = [view.data_ptr() - first for view in self._cut.slots]
-        if found == self._cut.offsets:
+        # By addresses, as this is asked of every view in every step.
+        found, expected = [view.data_ptr() for view in self._cut.slots], self._cut.addresses()
+        if found == expected:
             return []
-        places = zip(found, self._cut.offsets, self.layout.slots, strict=True)
+        places = zip(found, expected, self.layout.slots, strict=True)
         return [index for index, (now, place, slot) in enumerate(places) if now != place and slot.world.numel]
 
     def restore_view(self, index: int) -> Tensor:

@@ -72,7 +72,6 @@ class Weights:
         self._unit = unit
         self._parameters = tuple(parameters)
         self.absent = Absent(unit, buffer.layout.slots, buffer.shard)
-        self._offsets = [slot.world.start * buffer.dtype.itemsize for slot in buffer.layout.slots]
         self._pointers: list[int] = []  # addresses of the parameters' data as this class has set them
         self.buffer = buffer
         self._common = common
@@ -249,8 +248,7 @@ class Weights:
             # unnoticed, and its values would be lost.
             self.expect_in_place()
             give_each(self._parameters, self.buffer.views())
-            first = self.full.data_ptr()  # not cached: it changes each time the storage is emptied and refilled
-            self.shown, self._pointers = True, [first + offset for offset in self._offsets]
+            self.shown, self._pointers = True, self.buffer.addresses()
             if self._common is not None:
                 self._common.watch()
             if self.buffer.borrows:
