@@ -156,6 +156,6 @@ def precision_for(parameter_dtype: torch.dtype, precision: MixedPrecision | None
     """
     if precision is not None:
         return precision
-    if parameter_dtype in (torch.bfloat16, torch.float16):
+    if parameter_dtype in HALVES:
         return MixedPrecision(parameter_dtype, torch.float32, None, torch.float32)
     return MixedPrecision(parameter_dtype, parameter_dtype, None, parameter_dtype)

@@ -125,7 +125,8 @@ class Pending:
         # gloo: a message whose receive no longer exists blocks its connection for all later messages, whatever their
         # tag ("Timed out waiting ... for send operation to complete"). So a result is waited for even if nobody uses
         # it. But not after a failure: then the messages may never come.
-        if self._owner is None or self._owner.messages.failed:
+        is_over = not (self._works or self._announced or self._acknowledgements)
+        if is_over or self._owner is None or self._owner.messages.failed:
             return
         # Not for what comes through pipes, which keep its receive; and not until the peers have read what this rank
         # gave: a peer says so when it waits for this exchange, or drops it. Garbage collection does that at another

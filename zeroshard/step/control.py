@@ -340,7 +340,7 @@ def _as_counts(flags: Sequence[bool], num_ranks: int) -> list[int]:
     bits = num_ranks.bit_length()
     each = 63 // bits
     groups = [flags[start : start + each] for start in range(0, len(flags), each)]
-    return [sum(1 << (bits * place) for place, flag in enumerate(group) if flag) for group in groups]
+    return [sum([1 << (bits * place) for place, flag in enumerate(group) if flag]) for group in groups]
 
 
 def _with_flags(counts: Tensor, own: Contribution, num_ranks: int) -> Tensor:
@@ -358,7 +358,7 @@ def _of_any(counts: Sequence[int], num_flags: int, num_ranks: int) -> tuple[bool
     """The flags that any rank has set, from the sum of all ranks' `_as_counts`."""
     bits = num_ranks.bit_length()
     each, mask = 63 // bits, (1 << bits) - 1
-    return tuple(bool(counts[flag // each] >> (bits * (flag % each)) & mask) for flag in range(num_flags))
+    return tuple([bool(counts[flag // each] >> (bits * (flag % each)) & mask) for flag in range(num_flags)])
 
 
 def _first_difference(collectives: Collectives) -> str:

@@ -47,7 +47,7 @@ class Classes:
         """The defaults of the default class. `params`: what the optimizer is built over.
 
         Raises:
-            ValueError: as `defaults_of`.
+            ValueError: there are parameters in an option; or as `defaults_of`.
         """
         _expect_no_parameters(self.default, self.options)
         try:
@@ -316,9 +316,8 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
 
     Raises:
         TypeError: the class has not what an optimizer of torch has.
-        ValueError: there are parameters in an option; or it cannot be made over a list of parameters.
+        ValueError: it cannot be made over a list of parameters.
     """
-    _expect_no_parameters(optimizer_class, options)
     try:
         optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
     except (AssertionError, AttributeError, LookupError, RuntimeError) as error:  # not what checks of options raise

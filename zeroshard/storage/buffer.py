@@ -94,6 +94,7 @@ class FlatBuffer:
         shard: [layout.shard_numel], the own interval: a view of `full` if the buffer owns `full`, else a storage of its
             own (then a borrowed `full` comes by `attach` and goes by `detach`). Empty while no storage is held.
         borrows: whether a full tensor is always borrowed: the buffer rests in a shard that is not the whole.
+        rests_in_full: whether it owns its full tensor instead: gathered values then stay.
         lends: whether it is known if others keep tensors in the memory of `views` ([Note: lent views]).
         placement: where its values are now (during a redistribution: where they will be); None: it has no values.
         is_arriving: whether a redistribution is in progress.
@@ -114,8 +115,9 @@ class FlatBuffer:
         """`resting`: SHARDED allocates only the shard, others the full buffer (also SHARDED, if there is one shard).
         `holds`: False allocates nothing before `hold`. `lends`: see the attributes; no effect where the full tensor is
         borrowed."""
-        self.layout, self.rank = layout, rank
+        self.layout, self.rank, self.dtype = layout, rank, dtype
         self.borrows = resting is SHARDED and layout.num_shards > 1
+        self.rests_in_full = not self.borrows
         self.lends = lends and not self.borrows
         self.placement: Placement | None = resting
         self.is_arriving = False
@@ -131,15 +133,6 @@ class FlatBuffer:
     def own_interval(self) -> Interval:
         """The interval of the full buffer that is the own shard."""
         return self.layout.shard(self.rank)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.shard.dtype
-
-    @property
-    def rests_in_full(self) -> bool:
-        """Whether the buffer owns its full tensor: gathered values then stay."""
-        return not self.borrows
 
     def hold(self) -> None:
         """Allocate the buffer's own storage, if it holds none."""
@@ -208,7 +201,7 @@ class FlatBuffer:
         if self.placement is None or self.is_arriving:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
             raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
-        pending, path, full = Pending(), moves(self.placement, to), self.full
+        pending, path, full = None, moves(self.placement, to), self.full
         described: Any = {"unit": unit, "phase": phase, "portions": portions}
         if Move.REDUCE_SCATTER in path:
             assert full is not None and reduction is not None, "a sum needs all terms, and scratch"
@@ -216,12 +209,12 @@ class FlatBuffer:
         if Move.ALL_GATHER in path:
             assert full is not None, "a gather needs the full tensor"
             gather = partial(collectives.all_gather, full, self.shard, **described)
-            if len(path) == 1:
+            if pending is None:
                 pending = gather()
             elif collectives.mesh.shard.size > 1:  # else the only shard is all of it
                 # Of means, which are written to before the ranks meet again.
                 pending = collectives.chain(pending).follow(partial(gather, of_mean=True, acknowledge=True))
-        self.pending, self.placement, self.is_arriving = pending, to, bool(path)
+        self.pending, self.placement, self.is_arriving = pending or Pending(), to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
         """Wait for the redistribution in progress, if there is one. `stale`: its result will not be used."""

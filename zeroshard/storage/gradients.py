@@ -71,6 +71,8 @@ class Gradients:
         buffer: the flat buffer in the gradient dtype. PARTIAL: the terms of this rank, summed over micro-batches.
             REDUCED: the mean over ranks of such sums.
         mean: how the mean is taken.
+        is_of_all: whether the terms of this rank are the mean: there is no other rank.
+        means_in_full: whether every rank holds the means of all slots.
         summed: slots that reductions sum; the same on every rank.
         stale: slots (by index) whose interval of the bucket still holds old values: the first gradient overwrites them.
         ready: slots accumulated in the current backward.
@@ -83,6 +85,7 @@ class Gradients:
     def __init__(self, unit: str, buffer: GradientBuffer, mean: Mean) -> None:
         self._unit, self.buffer, self.mean = unit, buffer, mean
         self.is_apart = buffer.is_apart
+        self.is_of_all, self.means_in_full = mean.num_ranks == 1, mean.rests is REPLICATED
         buffer.become(None)
         self._reduced_before = self._is_over = False
         self.stale: set[int] = set()
@@ -184,11 +187,6 @@ class Gradients:
             reduction=Reduction(scratch, self.mean.wire, self.mean.num_ranks, of_replicas, look),
         )
 
-    @property
-    def is_of_all(self) -> bool:
-        """Whether the terms of this rank are the mean: there is no other rank."""
-        return self.mean.num_ranks == 1
-
     def keep(self) -> None:
         """PARTIAL -> REDUCED, on a single rank: nothing is exchanged, and the mean lies where the terms lie."""
         assert self.is_of_all and not self.buffer.borrows, "other ranks have terms, too"
@@ -284,11 +282,6 @@ class Gradients:
         self.held_part(index).copy_(part)
         self.present.add(index)
         self.waiting.add(index)
-
-    @property
-    def means_in_full(self) -> bool:
-        """Whether every rank holds the means of all slots."""
-        return self.mean.rests is REPLICATED
 
     @property
     def held_interval(self) -> Interval:
