@@ -353,7 +353,7 @@ class ShardedOptimizer(TorchOptimizer):
         if not self._is_built:
             return  # called from the constructor, which makes the steppers itself
         state = self._steppers.gather()
-        with self.groups.adopted(self.groups.newly_trainable(), self._itself()):
+        with self.groups.adopting(self._itself()):
             self._steppers.build(self.groups)
         self._steppers.load(state)
 

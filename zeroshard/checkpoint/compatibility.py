@@ -135,7 +135,7 @@ def adopted(optimizer: ShardedOptimizer, saved: Any) -> list[nn.Parameter]:
 def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: ShardedOptimizer, saved: Any) -> None:
     names, groups, state = names_of(optimizer.engine), saved_groups(saved), saved_entries(manifest)
     class_of = {name: group["class"] for group in groups for name in group["params"]}
-    mine = [[names[id(p)] for p in params] for params in optimizer.groups.with_adopted(adopted(optimizer, saved))]
+    mine = [[names[id(p)] for p in params] for params in optimizer.groups.lists_with(adopted(optimizer, saved))]
     result.note_names([name for of_group in mine for name in of_group], class_of, "optimizer state of {}")
     if mine != [group["params"] for group in groups] and {*class_of} == {
         name for of_group in mine for name in of_group

@@ -73,6 +73,7 @@ class Announcement:
     program, a number of bytes, and a location.
 
     Attributes:
+        number: of `about`, in messages.
         notes: from the peers, by their rank in the axis.
         works: sends and receives that have not been waited for.
     """
@@ -80,6 +81,7 @@ class Announcement:
     axis: Axis
     kind: str
     about: str
+    number: int
     num_bytes: int
     notes: dict[int, Note]
     works: list[Any]
@@ -143,13 +145,14 @@ class OutOfOrder(Error, RuntimeError):
 
 
 class Failing:
-    """Marks the messages as failed if the body raises: the ranks no longer expect the same messages.
+    """Around a wait: marks the messages as failed if it raises, as the ranks no longer expect the same messages.
 
     Raises:
         LostPeer: in place of an error of gloo, if the watch knows which rank's end has caused it.
     """
 
-    def __init__(self, messages: Messages, at: Wait | None) -> None:
+    def __init__(self, messages: Messages, at: Wait | None = None) -> None:
+        """`at`: what is waited for, for the watch."""
         self._messages, self._at = messages, at
 
     def __enter__(self) -> None:
@@ -198,7 +201,8 @@ class Messages:
     def announce(self, axis: Axis, kind: str, about: str, num_bytes: int, location: Location = NOWHERE) -> Announcement:
         """Tell all peers which exchange begins (`about`), how many bytes it has, and where to read them (shared
         memory); and start to receive the same from the peers."""
-        mine = _WORDS.pack(*location, num_bytes, self._number_of(about))
+        number = self._number_of(about)
+        mine = _WORDS.pack(*location, num_bytes, number)
         channel = self._channel(axis, f"announce {kind}")
         notes = {rank: self._expect_note(axis, _WORDS.size, rank, channel) for rank in axis.peers}
         works: list[Any] = [*notes.values()]
@@ -207,7 +211,7 @@ class Messages:
                 self._send_note(axis, mine, rank, channel, works)
         except PeerGone as error:
             raise watch.explain(error) or error from None
-        announced = Announcement(axis, kind, about, num_bytes, notes, works)
+        announced = Announcement(axis, kind, about, number, num_bytes, notes, works)
         self._not_compared.setdefault(kind, deque()).append(announced)
         return announced
 
@@ -225,10 +229,9 @@ class Messages:
         while announced in not_compared:
             first = not_compared.popleft()
             first.arrive()
-            own = self._number_of(first.about)
             for rank in first.notes:
                 *_, num_bytes, number = first.words(rank)
-                if number != own:
+                if number != first.number:
                     theirs = self._known.get(number, "something that this rank does not have")
                     raise OutOfOrder(self._apart(announced, rank, f"at {first.about}", f"at {theirs}"))
                 if num_bytes != first.num_bytes:
@@ -257,10 +260,6 @@ class Messages:
     def keep(self, works: Sequence[Any]) -> None:
         """Keep works that nobody waits for: gloo needs their receives when the messages come."""
         self._kept += [work for work in works if not is_by_pipe(work.note if isinstance(work, Read) else work)]
-
-    def failing(self, at: Wait | None = None) -> Failing:
-        """A wait. `at`: what for, for the watch."""
-        return Failing(self, at)
 
     def introduce(self, *abouts: str, updates: bool = False) -> None:
         """Register what a message may be about, so that its number can be turned into words. `updates`: these are

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from zeroshard.comm.messages import Failing
 from zeroshard.comm.pending import Pending
 from zeroshard.comm.transport import Gather, Sum, Transport, TransportName
 from zeroshard.layout.sums import carve, parts, split_like
@@ -133,6 +134,6 @@ class PairwiseTransport(Transport):
 
     def meet_at(self, point: str, axes: Mapping[str, Axis]) -> None:
         announced = [self.messages.announce(axis, kind, point, 0) for kind, axis in axes.items() if axis.size > 1]
-        with self.messages.failing():
+        with Failing(self.messages):
             for one in announced:
                 self.messages.compare(one)

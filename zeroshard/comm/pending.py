@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 from typing import Any, Protocol
 
 from zeroshard.comm.comm_log import CommLog, Flight
-from zeroshard.comm.messages import Announcement, Messages
+from zeroshard.comm.messages import Announcement, Failing, Messages
 from zeroshard.failures.positions import HERE, ON_WATCH, Wait
 from zeroshard.ranks.pipes import is_by_pipe
 
@@ -61,7 +61,7 @@ class Pending:
         if self._owner is None or not (works or finish or announced):
             return
         start = time.perf_counter()
-        with self._owner.messages.failing(self.at), nullcontext() if self.flight is None else self.flight.waiting():
+        with Failing(self._owner.messages, self.at), nullcontext() if self.flight is None else self.flight.waiting():
             # Messages first: they show whether the peers are in this collective. If they are not, the receives posted
             # for the data never complete, and a wait for them would hang.
             if announced is not None:
@@ -97,7 +97,7 @@ class Pending:
             return
         read = nullcontext() if self.flight is None else self.flight.waiting("peers have read")
         at = None if self.at is None else self.at.until_read()
-        with self._owner.messages.failing(at), read:
+        with Failing(self._owner.messages, at), read:
             for work in works:
                 work.wait()
 

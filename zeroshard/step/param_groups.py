@@ -137,15 +137,11 @@ class ParamGroups:
     def adoptable(self) -> list[nn.Parameter]:
         """The parameters that would join once they require grad: those that no optimizer has, if this optimizer was
         built from a handle. (Parameters of integers never do.)"""
-        return [p for p in self._unclaimed() if p.dtype.is_floating_point] if self._takes_all else []
+        units, unclaimed = self._engine.units if self._takes_all else (), self._engine.claims.unclaimed
+        found = [unit.parameters[index] for unit in units for index in sorted(unclaimed(unit))]
+        return [parameter for parameter in found if parameter.dtype.is_floating_point]
 
-    def newly_trainable(self) -> list[nn.Parameter]:
-        """The adoptable parameters that require grad now."""
-        adoptable = self.adoptable()
-        trainable = {id(parameter) for parameter in self._engine.trainable_parameters()} if adoptable else ()
-        return [parameter for parameter in adoptable if id(parameter) in trainable]
-
-    def with_adopted(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    def lists_with(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters of each group after these have joined the first group, which is in the order of the model."""
         groups, new = [list(group["params"]) for group in self.lists], list(parameters)
         if new:
@@ -159,27 +155,25 @@ class ParamGroups:
         Raises:
             ValueError: a parameter that another optimizer has.
         """
-        groups = self.with_adopted(parameters)
+        groups = self.lists_with(parameters)
         self._engine.claims.claim(groups[0], owner)
         self.lists[0]["params"][:] = groups[0]
         self.changed()
 
     @contextmanager
-    def adopted(self, parameters: Sequence[nn.Parameter], owner: Owner) -> Iterator[None]:
-        """Like `adopt`; if the body raises, it is undone."""
-        before = list(self.lists[0]["params"])
-        with self._engine.claims.claimed(parameters, owner):
-            self.adopt(parameters, owner)
+    def adopting(self, owner: Owner) -> Iterator[None]:
+        """Adopt the parameters that require grad now; if the body raises, it is undone."""
+        before, adoptable = list(self.lists[0]["params"]), self.adoptable()
+        trainable = {id(parameter) for parameter in self._engine.trainable_parameters()} if adoptable else ()
+        new = [parameter for parameter in adoptable if id(parameter) in trainable]
+        with self._engine.claims.claimed(new, owner):
+            self.adopt(new, owner)
             try:
                 yield
             except BaseException:
                 self.lists[0]["params"][:] = before
                 self.changed()
                 raise
-
-    def _unclaimed(self) -> Iterator[nn.Parameter]:
-        for unit in self._engine.units:
-            yield from (unit.parameters[index] for index in sorted(self._engine.claims.unclaimed(unit)))
 
     # What a step depends on --------------------------------------------------------------------------------------
 
@@ -256,7 +250,7 @@ class ParamGroups:
             start = stop
         return saved
 
-    def adopted_with(self, state_dict: Mapping[str, Any]) -> list[nn.Parameter]:
+    def to_adopt_for(self, state_dict: Mapping[str, Any]) -> list[nn.Parameter]:
         """The adoptable parameters that the first group of `state_dict` contains (they may have been trained when it
         was saved): all of them or none, decided by the sizes of the groups.
 
@@ -265,7 +259,7 @@ class ParamGroups:
         """
         found, more = [len(group["params"]) for group in state_dict["param_groups"]], self.adoptable()
         for adopted in ([], more):
-            if [len(params) for params in self.with_adopted(adopted)] == found:
+            if [len(params) for params in self.lists_with(adopted)] == found:
                 return adopted
         sizes = [len(group["params"]) for group in self.lists]
         frozen = f" (and {len(more)} that are frozen)" if more else ""
@@ -280,7 +274,7 @@ class ParamGroups:
 
     def state_by_parameter(self, state_dict: Mapping[str, Any]) -> FullState:
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [p for group in self.with_adopted(self.adopted_with(state_dict)) for p in group]
+        params = [p for group in self.lists_with(self.to_adopt_for(state_dict)) for p in group]
         saved = state_dict["state"]
         return {p: saved[i] for p, i in zip(params, indices, strict=True) if i in saved}
 

@@ -140,14 +140,14 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     @phase("load_state_dict")
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._expect_same(state_dict)
-        self.adopt(self.groups.adopted_with(state_dict))
+        self.adopt(self.groups.to_adopt_for(state_dict))
         self._steppers.load(self.groups.state_by_parameter(state_dict), as_main=True)
         self._load_rest(state_dict)
 
     @phase("load_state_dict")
     def _load_from_rank0(self, state_dict: dict[str, Any] | None) -> None:
         source = FromRank0(self.engine.collectives, state_dict, self._expect_fitting)
-        self.adopt(self.groups.adopted_with(source.state_dict))
+        self.adopt(self.groups.to_adopt_for(source.state_dict))
         state, done = self.groups.state_by_parameter(source.state_dict), stepped(self._steppers.all)
         self._steppers.waiting.clear()
         of_units = [unit.parameters for unit in self._steppers.units]
