@@ -117,8 +117,8 @@ def test_the_example_of_four_parameters_on_four_ranks() -> None:
     assert (layout.numel, layout.shard_numel) == (16, 4)
     of_b = {rank: [f for f in layout.fragments(rank) if f.slot.name == "b"] for rank in range(4)}
     b = Slot("b", (5,), Interval(3, 8))
-    assert of_b[0] == [Fragment(b, world=Interval(3, 4), local=Interval(3, 4), param=Interval(0, 1))]
-    assert of_b[1] == [Fragment(b, world=Interval(4, 8), local=Interval(0, 4), param=Interval(1, 5))]
+    assert of_b[0] == [Fragment(1, b, world=Interval(3, 4), local=Interval(3, 4), param=Interval(0, 1))]
+    assert of_b[1] == [Fragment(1, b, world=Interval(4, 8), local=Interval(0, 4), param=Interval(1, 5))]
     assert of_b[2] == of_b[3] == []
     assert [[f.slot.name for f in layout.fragments(rank)] for rank in range(4)] == [
         ["a", "b"],

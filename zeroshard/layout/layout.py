@@ -53,9 +53,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """The part of `slot` inside one interval of the buffer. `world`: in the full buffer; `local`: counted from the
-    start of the interval; `param`: in the flattened parameter."""
+    """The part of `slot`, number `index` of the layout, inside one interval of the buffer. `world`: in the full buffer;
+    `local`: counted from the start of the interval; `param`: in the flattened parameter."""
 
+    index: int
     slot: Slot
     world: Interval
     local: Interval
@@ -170,10 +171,11 @@ class BufferLayout:
 
     def fragments_in(self, interval: Interval) -> Iterator[Fragment]:
         """The fragments in any interval of the full buffer; `local` counts from its start."""
-        touched = self.slots_in(interval)
-        for slot in self.slots[touched.start : touched.stop]:
+        for index in self.slots_in(interval):
+            slot = self.slots[index]
             if world := slot.world & interval:
-                yield Fragment(slot, world, world.relative_to(interval.start), world.relative_to(slot.world.start))
+                local, param = world.relative_to(interval.start), world.relative_to(slot.world.start)
+                yield Fragment(index, slot, world, local, param)
 
     def slots_in(self, interval: Interval) -> range:
         """The indices of the slots that the interval touches, from the first to the last: the empty ones at both ends

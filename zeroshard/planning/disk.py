@@ -22,7 +22,7 @@ from zeroshard.checkpoint.rank_state import EncodedState, blob, random_state, wh
 from zeroshard.checkpoint.writer import FilePlan, Item
 from zeroshard.layout.cuts import cut, sizes_for
 from zeroshard.layout.interval import Interval
-from zeroshard.layout.layout import Fragment
+from zeroshard.layout.layout import Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.planner import PlannedUnit, Training, by_stepper
 from zeroshard.planning.optimizers import Needs
@@ -104,8 +104,7 @@ class Checkpoint:
             yield name, TensorEntry(name, slot.shape, unit.main_dtype, runs)
             if not slot.world or not unit.spec.trainable or self.needs.is_whole(slot.name):
                 continue
-            fragment = Fragment(slot, slot.world, slot.world, Interval(0, slot.world.numel))
-            for entry in self._state_of(unit, fragment):
+            for entry in self._state_of(unit, slot, Interval(0, slot.world.numel)):
                 yield _in_manifest(state_item(entry), runs)
 
     # What is sharded -----------------------------------------------------------------------------------------------
@@ -131,10 +130,9 @@ class Checkpoint:
         for world in cut(unit.layout, keys, unit.layout.shard(shard), piece_numel, by_slot=by_slot):
             for fragment in unit.layout.fragments_in(world):
                 if not self.needs.is_whole(fragment.slot.name):
-                    yield from self._state_of(unit, fragment)
+                    yield from self._state_of(unit, fragment.slot, fragment.param)
 
-    def _state_of(self, unit: PlannedUnit, fragment: Fragment) -> Iterator[StateEntry]:
-        slot, param = fragment.slot, fragment.param
+    def _state_of(self, unit: PlannedUnit, slot: Slot, param: Interval) -> Iterator[StateEntry]:
         for entry in self.needs.entries(slot.name, 1, unit.main_dtype):
             if entry.is_elementwise:
                 yield StateChunk(slot.name, entry.key, slot.shape, entry.value.dtype, param, False, no_values)

@@ -59,10 +59,8 @@ def cells(layout: BufferLayout, placement: str, rank: int) -> list[Cell]:
 
 def _cells_in(layout: BufferLayout, interval: Interval, origin: int, *, is_stale: bool = False) -> Iterator[Cell]:
     """Fragments and padding in an interval; `local` counts from `origin`."""
-    number = {slot.name: index for index, slot in enumerate(layout.slots)}
     found = [
-        Cell(number[f.slot.name], f.world, f.world.relative_to(origin), f.param, is_stale)
-        for f in layout.fragments_in(interval)
+        Cell(f.index, f.world, f.world.relative_to(origin), f.param, is_stale) for f in layout.fragments_in(interval)
     ]
     found += [
         Cell(None, world, world.relative_to(origin), Interval(0, 0), is_stale)

@@ -409,7 +409,7 @@ class Agreement:
         error. Collective."""
         collectives = self._engine.collectives
         mine = [
-            (-unit.index, unit.slot_index(fragment.slot.name), fragment.slot.name)  # in the order of backward
+            (-unit.index, fragment.index, fragment.slot.name)  # in the order of backward
             for unit in self.units
             for fragment in unit.layout.fragments_in(unit.own_shard())
             if not all(torch.isfinite(view).all() for view in unit.grads.views(fragment.world))

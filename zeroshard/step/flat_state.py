@@ -318,9 +318,8 @@ def _piece_value(piece: Piece, key: str, of_slot: Sequence[Mapping[str, Any]], e
     if not isinstance(example, SavedTensor):
         return example
     value = torch.zeros(piece.world.numel, dtype=example.dtype, device=piece.tensor.device)
-    unit = piece.unit
-    for fragment in unit.layout.fragments_in(piece.world):
-        saved = of_slot[unit.slot_index(fragment.slot.name)].get(key)
+    for fragment in piece.unit.layout.fragments_in(piece.world):
+        saved = of_slot[fragment.index].get(key)
         if saved is not None:
             saved.read(fragment.param, value[fragment.local.slice])
     return value

@@ -75,7 +75,6 @@ class ExternalGradients(NoGradients):
 
     def __init__(self, layout: BufferLayout, parameters: Sequence[nn.Parameter]) -> None:
         self._layout, self._parameters = layout, parameters
-        self._of_name = {slot.name: parameter for slot, parameter in zip(layout.slots, parameters, strict=True)}
 
     @property
     def present(self) -> set[int]:
@@ -86,7 +85,7 @@ class ExternalGradients(NoGradients):
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
         out = super().read(world, scratch)
         for fragment in self._layout.fragments_in(world):
-            grad = self._of_name[fragment.slot.name].grad
+            grad = self._parameters[fragment.index].grad
             if grad is not None:
                 out[fragment.local.slice] = _elements(grad, fragment.param)
         return out
@@ -95,7 +94,7 @@ class ExternalGradients(NoGradients):
         return [
             _elements(grad, fragment.param)
             for fragment in self._layout.fragments_in(world)
-            if (grad := self._of_name[fragment.slot.name].grad) is not None
+            if (grad := self._parameters[fragment.index].grad) is not None
         ]
 
     def in_full(self, index: int) -> Tensor | None:

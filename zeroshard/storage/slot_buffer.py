@@ -106,11 +106,8 @@ class SlotBuffer(GradientBuffer):
 
     def _find(self, world: Interval) -> list[tuple[int, slice | None]]:
         """The slots that the interval touches, and the part of each; None: all of it."""
-        places = []
-        for index in self.layout.slots_in(world):
-            slot = self.layout.slots[index].world
-            if part := slot & world:
-                places.append((index, None if part == slot else part.relative_to(slot.start).slice))
+        fragments = self.layout.fragments_in(world)
+        places = [(one.index, None if one.world == one.slot.world else one.param.slice) for one in fragments]
         self._places[world.start, world.stop] = places  # the same intervals are read in every step
         return places
 

@@ -55,7 +55,6 @@ class Unit:
         self.parameters = tuple(parameters)
         mesh = collectives.mesh
         self.layout = spec.layout(mesh.shard.size, mesh.replicate.size)
-        self._indices = {slot.name: index for index, slot in enumerate(self.layout.slots)}
         allocate = common.hold if common else partial(collectives.transport.allocate, device=self.parameters[0].device)
         rank = mesh.shard.rank
         buffer = FlatBuffer(self.layout, rank, spec.weight_dtype, plan.weights, allocate, lends=True)
@@ -199,9 +198,6 @@ class Unit:
         """For each slot, whether it got a gradient on this rank since the last step."""
         present = self.grads.present
         return [index in present for index in range(len(self.parameters))]
-
-    def slot_index(self, name: str) -> int:
-        return self._indices[name]
 
     def own_shard(self) -> Interval:
         return self.weights.buffer.own_interval
