@@ -158,28 +158,22 @@ class FlatStep:
         # As they were cut at first: norms must not depend on where pieces have been cut since (a resumed run cuts
         # them elsewhere), as sums in another order have other last bits.
         self._own = tuple(_own_parts(self.state.pieces))
-        self._planned_for: tuple[Piece, ...] = ()
-        self._plan_batches()
+        self._planned_for: tuple[Piece, ...] | None = None
+        self._plan()
 
     def _set_active(self, active: dict[Unit, list[bool]]) -> None:
         """Set which slots take part. A piece with slots that take part and others that do not is cut, with its
         state."""
         if active == self._active:
             return
-        known, self._active = self._active, {}  # if this is interrupted, the next call plans anew
+        self._active, self._planned_for = {}, None  # first: if this is interrupted, the next call does it again
         for unit, flags in active.items():
             if any(
                 len({flags[i] for i in unit.layout.slots_in(piece.world)}) > 1 for piece in self.state.of_unit(unit)
             ):
                 self.state.refine(unit, flags)
-        changed = not known
         for piece in self.state.pieces:
-            flags = active[piece.unit]
-            is_active = any(flags[i] for i in piece.unit.layout.slots_in(piece.world))
-            changed |= is_active != piece.active
-            piece.active = is_active
-        if changed:
-            self._plan_batches()
+            piece.active = any(active[piece.unit][i] for i in piece.unit.layout.slots_in(piece.world))
         self._active = active
 
     # Gradients ---------------------------------------------------------------------------------------------------
@@ -204,7 +198,7 @@ class FlatStep:
     ) -> None:
         """One step of all active pieces, a batch at a time."""
         self._set_active(active)
-        self._plan_if_cut()
+        self._plan()
         inner = self.state.inner
         try:
             for number, batch in enumerate(self._batches):
@@ -307,16 +301,15 @@ class FlatStep:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors held, by kind: state per element, scalars (step counts), and scratch."""
-        self._plan_if_cut()
+        self._plan()
         scratch = (self._gradient_scratch, self._main_scratch, self._held_scratch)
         return self.state.inner.tensors() | {"scratch": [one.storage for one in scratch]}
 
-    def _plan_if_cut(self) -> None:
-        if self._planned_for is not self.state.pieces:
-            self._plan_batches()
-
-    def _plan_batches(self) -> None:
-        """Divide the pieces into batches in unit order, and reserve scratch for the largest."""
+    def _plan(self) -> None:
+        """Divide the pieces into batches in unit order, and reserve scratch for the largest. No effect if neither the
+        pieces have changed, nor which of them are active."""
+        if self._planned_for is self.state.pieces:
+            return
         # Every unit must be finished exactly once, in the same order on all ranks, also if this rank has no piece of
         # it: `updated` starts a gather.
         units, done = list(self.assignment.groups), 0

@@ -284,28 +284,23 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
     for optimizer_class in dict.fromkeys(classes.of_groups):
         mine = [index for index, of_group in enumerate(classes.of_groups) if of_group is optimizer_class]
         by_unit = _by_unit(groups, mine, engine)
-        if by_unit:
-            defaults = classes.options_of(mine[0])
-            sharded = any(unit.updated.numel < unit.layout.numel for unit in by_unit)
-            of_mine = {index: options[index] for index in mine}
-            declared = classes.declared(optimizer_class)
-            params = [parameter for index in mine for parameter in groups.lists[index]["params"]]
-            granularity = granularity_of(
-                optimizer_class, defaults, declared, sharded=sharded, groups=[*of_mine.values()], parameters=params
-            )
-            if granularity is Granularity.PARAMETER:
-                for name, shape in _without_elements(by_unit):
-                    expect_empty_taken(optimizer_class, defaults, name, shape)
-            stepper = STEPPERS[granularity](Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives))
-            steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, stepper)
+        if not by_unit:
+            continue
+        defaults, of_mine = classes.options_of(mine[0]), {index: options[index] for index in mine}
+        assignment = Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives)
+        granularity = granularity_of(
+            optimizer_class,
+            defaults,
+            classes.declared(optimizer_class),
+            sharded=any(unit.updated.numel < unit.layout.numel for unit in by_unit),
+            groups=[*of_mine.values()],
+            parameters=[parameter for index in mine for parameter in groups.lists[index]["params"]],
+        )
+        if granularity is Granularity.PARAMETER:
+            for slot in [member.slot for member in assignment.members() if not member.slot.world]:
+                expect_empty_taken(optimizer_class, defaults, slot.name, slot.shape)
+        steppers.insert(len(steppers) if granularity is Granularity.ELEMENT else 0, STEPPERS[granularity](assignment))
     return steppers
-
-
-def _without_elements(by_unit: Groups) -> Iterator[tuple[str, Sequence[int]]]:
-    for unit, of_slots in by_unit.items():
-        for slot, group in zip(unit.layout.slots, of_slots, strict=True):
-            if group is not None and not slot.world.numel:
-                yield slot.name, slot.shape
 
 
 def _by_unit(groups: ParamGroups, indices: Sequence[int], engine: Engine) -> Groups:
