@@ -74,7 +74,11 @@ class FlatState:
     def __init__(self, assignment: Assignment) -> None:
         self._assignment, self._groups = assignment, assignment.groups
         self._piece_numel = sizes_for(assignment.collectives.device.type).piece
-        self.pieces = tuple(piece for unit, keys in self._groups.items() for piece in self._cut(unit, keys))
+        self.pieces = tuple(
+            Piece(unit, world, group, main_tensor(unit, world))
+            for unit, keys in self._groups.items()
+            for world, group in self._cut(unit, keys)
+        )
         if any(unit.main.needs_scratch for unit in self._groups):  # the pieces are joined in a step
             expect_no_reads(assignment.optimizer_class, assignment.defaults, [torch.empty(4, device="meta")])
         self.inner = Inner(assignment, self.tensors_of)
@@ -98,34 +102,37 @@ class FlatState:
             return
         new: list[Piece] = []
         keys = [None if group is None else (group, mark) for group, mark in zip(self._groups[unit], marks, strict=True)]
-        fresh = list(self._cut(unit, keys))
+        fresh = [world for world, _ in self._cut(unit, keys)]
         for piece in old:
-            new += _split(piece, [part.world & piece.world for part in fresh if part.world & piece.world])
-        for piece in set(old) - set(new):
-            state = self.inner.state_of(piece.tensor)
-            self.inner.set_state(piece.tensor, {})
-            for part in new if state else ():
-                if part.world in piece.world:
-                    local = part.world.relative_to(piece.world.start).slice
-                    cut_state = {}
-                    for key, value in state.items():
-                        is_cut = self._form(piece, key, value) == ELEMENTWISE
-                        found = dense(value)[local] if is_cut else value
-                        cut_state[key] = self._as_held(part, key, found.clone() if isinstance(found, Tensor) else found)
-                    self.inner.set_state(part.tensor, cut_state)
+            parts = _split(piece, [world & piece.world for world in fresh if world & piece.world])
+            if parts != [piece]:
+                self._cut_state(piece, parts)
+            new += parts
         position = self.pieces.index(old[0])
         self.pieces = (*self.pieces[:position], *new, *self.pieces[position + len(old) :])
         for index, group in self.inner.groups.items():
             group["params"] = self.tensors_of(index)
 
-    def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[Piece]:
-        """The pieces that this rank updates. Neighbouring slots with different `keys` (finer than groups) are cut."""
+    def _cut_state(self, piece: Piece, parts: Sequence[Piece]) -> None:
+        """Give the parts of a piece its state."""
+        state = self.inner.state_of(piece.tensor)
+        self.inner.set_state(piece.tensor, {})
+        for part in parts:
+            local, of_part = part.world.relative_to(piece.world.start).slice, {}
+            for key, value in state.items():
+                found = dense(value)[local] if self._form(piece, key, value) == ELEMENTWISE else value
+                of_part[key] = self._as_held(part, key, found.clone() if isinstance(found, Tensor) else found)
+            self.inner.set_state(part.tensor, of_part)
+
+    def _cut(self, unit: Unit, keys: Sequence[Hashable | None]) -> Iterator[tuple[Interval, int]]:
+        """The pieces that this rank updates: their ranges and param groups. Neighbouring slots with different `keys`
+        (finer than groups) are cut."""
         assert unit.trainable, f"unit {unit.name} is frozen"
         for world in cut(unit.layout, keys, unit.main.interval, self._piece_numel, by_slot=unit.grads.is_apart):
             slots = unit.layout.slots_in(world)
             group = self._groups[unit][slots[0]] if slots else None
             if group is not None:  # padding alone is not stepped: it stays zero
-                yield Piece(unit, world, group, main_tensor(unit, world))
+                yield world, group
 
     def _form(self, piece: Piece, key: str, value: Any) -> str:
         """The form of an item of a piece's state.
