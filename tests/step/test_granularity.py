@@ -448,6 +448,33 @@ def test_an_option_that_changes_while_training_may_need_whole_parameters(rank: i
         assert optimizer.step().applied
 
 
+class Noisy(ByGroup):
+    """Adds noise where a param group asks for it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"] if group.get("noisy") else ():
+                p.add_(torch.randn_like(p))
+
+
+@on_ranks(2)
+def test_an_option_that_the_trial_refuses_is_refused_in_each_step(rank: int) -> None:
+    """The second step went on with it, after a program had caught the error of the first one."""
+    handle = zeroshard.shard(make(Net), "zero2")
+    optimizer = zeroshard.ShardedOptimizer(handle, Noisy)
+    loss_of_tokens(handle.model, rank, 0, 0).backward()
+    optimizer.param_groups[0]["noisy"] = True
+    before = handle.full_state_dict()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Noisy cannot be sharded: it draws random numbers"):
+            optimizer.step()
+    assert largest_difference(handle.full_state_dict(), before) == 0
+    optimizer.param_groups[0]["noisy"] = False
+    assert optimizer.step().applied
+
+
 class OfGraphs(torch.optim.SGD):
     """Differentiates the gradients, as AdaHessian and SophiaH."""
 

@@ -109,19 +109,17 @@ def granularity_of(
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
         if declared is not Granularity.PARAMETER:
             _expect_all_in_state(kinds)
-        there = _attributes_of(parameters)
-        asked = sorted(there & _asked_for(kinds, {parameter.ndim for parameter in parameters}) if there else ())
+        asked = _asked_for(_attributes_of(parameters), kinds, parameters)
+        if declared is None:
+            found = {_by_trial(tried, sharded=sharded), *(_of_group(one, sharded=sharded) for one in kinds[1:])}
+            if asked or any(kind_of(parameter) is not nn.Parameter for parameter in parameters):
+                return Granularity.PARAMETER
+            return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         if asked and declared is Granularity.ELEMENT:
             raise InvalidValue(
                 f"elementwise=True, and {tried.name} looks at attributes of parameters ({', '.join(asked[:5])}), which "
                 "pieces of parameters have not: leave elementwise= out"
             )
-        if declared is None:
-            found = {_by_trial(tried, sharded=sharded)}
-            if asked or any(kind_of(parameter) is not nn.Parameter for parameter in parameters):
-                found.add(Granularity.PARAMETER)
-            found |= {_of_group(one, sharded=sharded) for one in kinds[1:]}
-            return Granularity.PARAMETER if Granularity.PARAMETER in found else Granularity.ELEMENT
         try:
             tried.stepped([_ones(4, 6)])
         except Exception as error:  # of a class that steps on a GPU only, or in matrices of another shape
@@ -164,23 +162,21 @@ class Watched:
         for index, before in self._kinds.items():
             if (kinds := kinds_of(groups[index])) == before:
                 continue
-            self._kinds[index] = kinds
             with trial():
                 found = _of_group(replace(self._tried, of_group=options_in(groups[index])), sharded=False)
             if found is Granularity.PARAMETER:
-                self._kinds[index] = before
                 changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
                 raise InvalidValue(
                     f"param group {index}: with the new value of {changed} {self._tried.name} may need whole "
                     "parameters, and is stepped in pieces. Pass elementwise=False (or True, if it does not) to the "
                     "optimizer, or set the option before you build it"
                 )
+            self._kinds[index] = kinds
             self._unasked.clear()  # with this option it may ask for others
         if names := _attributes_of(self._parameters) - self._unasked:
-            of_groups = [options_in(groups[index]) for index in self._groups]
             with trial():
-                dims = {parameter.ndim for parameter in self._parameters}
-                asked = sorted(names & _asked_for(_of_kinds(self._tried, of_groups), dims, once_built=True))
+                kinds_of_all = _of_kinds(self._tried, [options_in(groups[index]) for index in self._groups])
+                asked = _asked_for(names, kinds_of_all, self._parameters, once_built=True)
             if asked:
                 raise InvalidValue(
                     f"{self._tried.name} looks at attributes of parameters ({', '.join(asked[:5])}) and steps "
@@ -460,10 +456,12 @@ def _ones(*shape: int) -> Tensor:
     return torch.ones(*shape, device="cpu", requires_grad=True)
 
 
-def _asked_for(kinds: Sequence[_Tried], dims: Collection[int], *, once_built: bool = False) -> frozenset[str]:
-    """The attributes for which the class looks at tensors that it steps (which have none here), of so many dimensions.
-    `once_built`: only those for which its steps look."""
-    asked = set[str]()
+def _asked_for(
+    names: Collection[str], kinds: Sequence[_Tried], parameters: Sequence[Tensor], *, once_built: bool = False
+) -> list[str]:
+    """Those of the names for which the class looks as an attribute of tensors that it steps (which have none here), of
+    as many dimensions as the parameters. `once_built`: for which its steps look."""
+    asked, dims = set[str](), {parameter.ndim for parameter in parameters} if names else ()
 
     class Asked(Tensor):
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -488,7 +486,7 @@ def _asked_for(kinds: Sequence[_Tried], dims: Collection[int], *, once_built: bo
                 for gradient in _gradients(tensor.numel()):
                     tensor.grad = gradient.view(tensor.shape)
                     run_step(optimizer)
-    return frozenset(asked)
+    return sorted(asked.intersection(names))
 
 
 class _Noting(dict[str, Any]):
