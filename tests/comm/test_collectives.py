@@ -165,7 +165,7 @@ def test_portions_are_summed_and_gathered_and_nothing_else_is_touched(rank: int,
         if wire == dtype and in_place:
             full.copy_(torch.full_like(full, 5))
             full[mine] = rank
-            collectives.all_gather(full, unit="u", phase="test", acknowledge=True, portions=moved).release()
+            collectives.all_gather(full, unit="u", phase="test", of_mean=True, portions=moved).release()
             owners = torch.arange(num_ranks).repeat_interleave(512).to(dtype)
             gathered = torch.where(chosen, owners, torch.full_like(full, 5))
             gathered[mine] = rank
@@ -229,7 +229,7 @@ def test_what_garbage_collection_drops_waits_for_no_peer() -> None:
         full[rank * 256 : (rank + 1) * 256] = rank + 1.0
         collectives.map_peers()
         for _ in range(3):  # what was dropped does not mix with what comes later
-            pending = collectives.all_gather(full, unit="u", phase="forward", acknowledge=True)
+            pending = collectives.all_gather(full, unit="u", phase="forward", of_mean=True)
             if rank == 0:
                 pending.wait()
                 assert pending._acknowledgements

@@ -118,7 +118,6 @@ class Collectives:
         *,
         unit: str,
         phase: str,
-        acknowledge: bool = False,
         portions: Portions | None = None,
         of_mean: bool = False,
     ) -> Pending:
@@ -128,10 +127,10 @@ class Collectives:
         Args:
             source: [numel / d], the values of the own shard where they rest, if they do not rest inside `full`.
             portions: the intervals that are received; the rest of `full` is the same on all ranks already.
-            acknowledge: True if the own shard will be written to before the next exchange among all ranks: call
-                `release` before that write. (Weights are written by a step, and a step begins with such an exchange.)
             of_mean: it follows a reduction. Its place is in the order of the reductions, and it uses their group: it
-                may interleave with other gathers differently on each rank.
+                may interleave with other gathers differently on each rank. Peers acknowledge that they have read the
+                own shard, which will be written to before the next exchange among all ranks: call `release` before that
+                write. (Weights are written by a step, and a step begins with such an exchange.)
         """
         if phase not in ("forward", "backward"):
             self._expect_followed(f"a gather of unit {unit} ({phase})")
@@ -146,7 +145,7 @@ class Collectives:
             self._meet(at.text, phase=phase)
         moved = portions or everything(full.numel(), axis.size)
         own = in_shards(full, axis.size)[axis.rank] if source is None else source
-        gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge)
+        gather = Gather(axis, moved, full, own, kind, label(unit, phase), acknowledge=of_mean)
         flight = self._log_gather("all_gather", gather, unit, phase)
         with profiled("all_gather", unit):
             return self.transport.gather(gather).at_place(at, flight).then(look)

@@ -212,8 +212,7 @@ class FlatBuffer:
             if pending is None:
                 pending = gather()
             elif collectives.mesh.shard.size > 1:  # else the only shard is all of it
-                # Of means, which are written to before the ranks meet again.
-                pending = collectives.chain(pending).follow(partial(gather, of_mean=True, acknowledge=True))
+                pending = collectives.chain(pending).follow(partial(gather, of_mean=True))
         self.pending, self.placement, self.is_arriving = pending or Pending(), to, bool(path)
 
     def arrive(self, *, stale: bool = False) -> None:
