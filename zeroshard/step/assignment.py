@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,12 @@ Groups = dict[Unit, list[int | None]]
 def options_in(group: Mapping[str, Any]) -> Options:
     """The options of a param group: everything but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with their parameters by number, as torch saves them."""
+    numbers = count()
+    return [{**options_in(group), "params": [next(numbers) for _ in group["params"]]} for group in groups]
 
 
 def shows_gradient(unit: Unit, indices: Iterable[int]) -> bool:

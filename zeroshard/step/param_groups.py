@@ -241,15 +241,6 @@ class ParamGroups:
 
     # In a state_dict ---------------------------------------------------------------------------------------------
 
-    def as_saved(self) -> list[dict[str, Any]]:
-        """The groups with parameters by number, as torch saves them."""
-        saved, start = [], 0
-        for group, options in zip(self.lists, self.options(), strict=True):
-            stop = start + len(group["params"])
-            saved.append({**options, "params": list(range(start, stop))})
-            start = stop
-        return saved
-
     def to_adopt_for(self, state_dict: Mapping[str, Any]) -> list[nn.Parameter]:
         """The adoptable parameters that the first group of `state_dict` contains (they may have been trained when it
         was saved): all of them or none, decided by the sizes of the groups.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.gradients.settings import plain
-from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.assignment import OptimizerClass, Options, numbered
 from zeroshard.step.by_group import over_group
 
 _HOOKS = tuple(
@@ -77,10 +77,8 @@ def groups_of(optimizer: torch.optim.Optimizer) -> list[Options]:
 def state_dict_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Like its `state_dict()`, without running the user's hooks, and without copies."""
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = iter(range(len(params)))
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
     state = {number: optimizer.state[p] for number, p in enumerate(params) if optimizer.state.get(p)}
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": numbered(optimizer.param_groups)}
 
 
 def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from zeroshard.full_model.full_state import PASS_THE_SAME, Destination
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.agreement import Agreement
-from zeroshard.step.assignment import options_in
+from zeroshard.step.assignment import numbered, options_in
 from zeroshard.step.control import Control
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.state_view import StateView
@@ -129,11 +129,11 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
         state = self._steppers.gather(destination=destination)
         if not destination.includes(self.engine.collectives.mesh.world.rank):
             return {}
-        numbered = {number: state[p] for number, p in enumerate(self.groups.parameters()) if p in state}
+        of_each = {number: state[p] for number, p in enumerate(self.groups.parameters()) if p in state}
         scale = self.agreement.losses.state_dict()
         return {
-            "state": numbered,
-            "param_groups": self.groups.as_saved(),
+            "state": of_each,
+            "param_groups": numbered(self.groups.lists),
             **({"loss_scale": scale} if scale else {}),
         }
 
