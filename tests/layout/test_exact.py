@@ -96,6 +96,11 @@ def test_a_device_sees_what_is_not_finite() -> None:
         assert exact.nearly(in_one_sum([whole, whole]).tolist()) == 2 * whole, "weights are numbers of tokens, mostly"
 
 
+@given(st.floats())
+def test_one_number_alone_is_added_by_the_host_as_by_a_device(value: float) -> None:
+    assert list(exact.alone(value)) == in_one_sum([value]).tolist()
+
+
 def test_the_bits_of_a_device_need_one_order() -> None:
     """The control: `sum` of the same numbers has other bits now and then."""
     chosen = random.Random(0)

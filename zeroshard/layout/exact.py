@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -44,6 +45,22 @@ def add_exactly(values: Tensor, places: Tensor, count: int) -> Tensor:
         sums.scatter_add_(0, where + number, part)
     sums.scatter_add_(0, places * WIDTH + LIMBS, (~finite).to(torch.int64))
     return sums.view(count, WIDTH)
+
+
+@lru_cache(maxsize=64)
+def alone(value: float) -> tuple[int, ...]:
+    """As `add_exactly`, of one number that the host knows: [WIDTH]."""
+    sums = [0] * WIDTH
+    if not math.isfinite(value):
+        sums[LIMBS] = 1
+    elif value:
+        mantissa, exponent = math.frexp(value)
+        limb, shift = divmod(exponent + _LEAST - _MANTISSA, _BITS)
+        size, sign = int(abs(mantissa) * 2.0**_MANTISSA), int(math.copysign(1, value))
+        low, high = (size & _MASK) << shift, (size >> _BITS) << shift
+        for number, part in enumerate((low & _MASK, (low >> _BITS) + (high & _MASK), high >> _BITS)):
+            sums[limb + number] = sign * part
+    return tuple(sums)
 
 
 def exact_sum(values: Sequence[float]) -> float:

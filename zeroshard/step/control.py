@@ -8,7 +8,6 @@ which are added exactly (`layout/exact.py`). If something differs, one more exch
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -260,20 +259,19 @@ def exchange_norms(collectives: Collectives, control: Control, norms: Norms) -> 
 def _pack(collectives: Collectives, own: Contribution) -> Tensor:
     """This rank's row, on the device."""
     # Nothing here may read a device value: the one wait of a step is that for the answer.
-    status = [int(own.status is one) for one in Status]
-    flags = _as_counts(own.present, collectives.mesh.world.size)
-    (weight,) = struct.unpack("<q", struct.pack("<d", own.weight))
-    on_host = [*status, *flags, collectives.log.digest, own.settings.digest, -1, weight]
-    numbers = on_device(on_host, collectives.device)
-    gradients = numbers[-2:-1] if own.same is None else own.same.digest().view(1)
-    digests = torch.cat([numbers[-4:-2], collectives.samples.digest().view(1), gradients])
+    counts = _as_counts(own.present, collectives.mesh.world.size)
+    digests = [collectives.log.digest, own.settings.digest, -1]
+    on_host = [*(int(own.status is one) for one in Status), *exact.alone(own.weight), *counts, *digests]
+    sizes = [len(Status), exact.WIDTH, len(counts), len(digests)]
+    status, weight, flags, known = on_device(on_host, collectives.device).split_with_sizes(sizes)
+    gradients = known[2:] if own.same is None else own.same.digest().view(1)
     return torch.cat(
         [
-            numbers[: len(status)],
-            alike.as_terms(digests).view(-1),
+            status,
+            alike.as_terms(torch.cat([known[:2], collectives.samples.digest().view(1), gradients])).view(-1),
             _norm_terms(collectives, own.norms).view(-1),
-            exact.add_exactly(numbers[-1:].view(torch.float64), torch.zeros_like(numbers[-1:]), 1).view(-1),
-            _with_flags(numbers[len(status) :][: len(flags)], own, collectives.mesh.world.size),
+            weight,
+            _with_flags(flags, own, collectives.mesh.world.size),
         ]
     )
 
