@@ -38,6 +38,7 @@ class Versions:
             where it may have been used by itself, and in a backward that adds to no gradients.
         copies: in place of views of the parameters.
         num_renewals: how often values have been replaced.
+        before_hooks: slot -> its number of `writes`, and its values, as `look` has seen them.
         kept: slot -> the backward that last read values of it which a scope has kept (`kept_weights.py`).
     """
 
@@ -45,7 +46,7 @@ class Versions:
         self._parameters = tuple(parameters)
         self._here: tuple[int, ...] | None = None  # while guarded: the versions before
         self.num_renewals, self._renewals = 0, [0] * len(self._parameters)
-        self._before_hooks: dict[int, tuple[int, Tensor | None]] = {}  # slot -> its number of `writes`, its values
+        self.before_hooks: dict[int, tuple[int, Tensor | None]] = {}
         self.may_be_differentiated = False
         self.kept: dict[int, int] = {}
         self.copies = ViewCopies()
@@ -86,18 +87,16 @@ class Versions:
 
     def look(self, slot: int) -> None:
         """Hooks of the user are about to run for the gradient of this slot ([Note: writes of gradient hooks])."""
-        if slot not in self._before_hooks:
+        if slot not in self.before_hooks:
             parameter = self._parameters[slot]
             num_hooks = len(parameter._post_accumulate_grad_hooks or ())
             is_known, self._num_hooks[slot] = self._num_hooks.get(slot) == num_hooks, num_hooks
-            self._before_hooks[slot] = self.writes()[slot], None if is_known else parameter.detach().clone()
+            self.before_hooks[slot] = self.writes()[slot], None if is_known else parameter.detach().clone()
 
     def written_by_hooks(self, values: Sequence[Tensor]) -> list[int]:
         """The slots that have been written to since `look`. `values`: of all slots, now."""
-        if not self._before_hooks:
-            return []
         found, writes = [], self.writes()
-        for slot, (number, before) in self._before_hooks.items():
+        for slot, (number, before) in self.before_hooks.items():
             if number != writes[slot] or (before is not None and not have_same_bits(before, values[slot])):
                 found.append(slot)
         self.forget_looks()
@@ -105,4 +104,4 @@ class Versions:
 
     def forget_looks(self) -> None:
         """Forget what `look` has seen."""
-        self._before_hooks.clear()
+        self.before_hooks.clear()

@@ -194,9 +194,10 @@ class Weights:
         Raises:
             RuntimeError: one of them has written to its parameter.
         """
-        if written := self.versions.written_by_hooks(
-            self.buffer.views() if self.shown and not self.writers else self._parameters
-        ):
+        if not self.versions.before_hooks:
+            return
+        values = self.buffer.views() if self.shown and not self.writers else self._parameters
+        if written := self.versions.written_by_hooks(values):
             raise InvalidState(
                 f"backward: {self.buffer.layout.slots[written[0]].name} has been written to in a hook of a gradient, "
                 "which is this rank's alone there: the weights of the ranks would differ, and those of this rank have "
