@@ -129,6 +129,20 @@ def test_clearing_begins_anew(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_listing_the_parameters_gathers_no_state(rank: int) -> None:
+    """For whole parameters `len(optimizer.state)` gathered all of it, in full on every rank."""
+    for plan in plans_of(1):
+        model, optimizer = build(plan, Lamb, lr=1e-2)
+        train(model, optimizer, rank, range(2))
+        expected = [*optimizer.state_dict()["state"]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(optimizer.engine.collectives, "broadcast", None)
+            listed = [*optimizer.state]
+        assert len(listed) == len(expected) > 0
+        assert all(any(one is p for p in model.parameters()) for one in listed)
+
+
+@on_ranks(2)
 def test_one_parameters_state_is_set_and_deleted(rank: int) -> None:
     """Training continues with the same bits under every plan."""
 

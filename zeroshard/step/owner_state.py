@@ -118,21 +118,10 @@ class OwnerState:
     def gather(self, only: Collection[Tensor] | None = None, destination: Destination = EVERYWHERE) -> FullState:
         """Parameter by parameter, broadcast by its owner."""
         keeps = destination.includes(self._assignment.collectives.mesh.world.rank)
-        wanted = [one for one in self.wholes if only is None or one.parameter in only]
         tensors: dict[WholeParameter, list[Tensor]] = {}
-
-        def describe() -> list[Any]:
-            mine = []
-            for number, whole in enumerate(wanted):
-                if whole in self.values and (state := self._state_of(whole)):
-                    tensors[whole] = []
-                    mine.append([number, *_described(whole, state, tensors[whole])])
-            return mine
-
-        described = {number: of_state for number, *of_state in describe_together(self._assignment, describe)}
         result: FullState = {}
-        for number, (values, metadata) in sorted(described.items()):
-            whole, received = wanted[number], list[Tensor]()
+        for number, (values, metadata) in sorted(self._described(only, tensors).items()):
+            whole, received = self.wholes[number], list[Tensor]()
             for position, (shape, dtype, on_cpu) in enumerate(metadata):
                 full = torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
                 if whole in self.values:
@@ -149,7 +138,24 @@ class OwnerState:
         return result
 
     def parameters(self) -> Collection[Tensor]:
-        return self.gather().keys()
+        return [self.wholes[number].parameter for number in sorted(self._described(None, {}))]
+
+    def _described(
+        self, only: Collection[Tensor] | None, tensors: dict[WholeParameter, list[Tensor]]
+    ) -> dict[int, list[Any]]:
+        """Number among `wholes` -> description of its state, from its owner. The tensors of those that this rank owns
+        are put into `tensors`. Collective."""
+
+        def describe() -> list[Any]:
+            mine = []
+            for number, whole in enumerate(self.wholes):
+                is_wanted = whole in self.values and (only is None or whole.parameter in only)
+                if is_wanted and (state := self._state_of(whole)):
+                    tensors[whole] = []
+                    mine.append([number, *_described(whole, state, tensors[whole])])
+            return mine
+
+        return {number: of_state for number, *of_state in describe_together(self._assignment, describe)}
 
 
 def _described(whole: WholeParameter, state: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, list[Any]]:
