@@ -125,7 +125,7 @@ def test_a_step_waits_once_for_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     collectives.transport = SimpleNamespace(sent_to_add_up=PairwiseTransport.sent_to_add_up, add_up=add_up)
     sums = collectives.begin_sum(row, control.CONTROL)
     for weight in (None, 2.0):  # what a device concludes before
-        Verdict(sums.on_device, weight, 1.0, 2, 3).update(Clipping(1.0, 1.0, (1.0, 2.0), awaits_norm=True))
+        Verdict.of(sums.on_device, weight, 1.0, 2, 3).update(Clipping(1.0, 1.0, (1.0, 2.0), awaits_norm=True))
     assert waits == []
     assert sums.read().shape == row.shape
     assert waits == [(PACKET,)]

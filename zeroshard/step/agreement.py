@@ -282,7 +282,7 @@ class Agreement:
             return None
         if asked.verdict is None:
             scale, num_groups = self._engine.ledger.scale, len(self._groups.lists)
-            asked.verdict = Verdict(asked.question.on_device, self.losses.weight, scale, num_groups, world.size)
+            asked.verdict = Verdict.of(asked.question.on_device, self.losses.weight, scale, num_groups, world.size)
         return asked.verdict
 
     def went_ahead(self) -> None:

@@ -132,34 +132,48 @@ class Verdict:
         mean: float64: the factor from the buffers' values to the mean gradient (`Agreement.mean_factor`).
     """
 
-    def __init__(self, sums: Tensor, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> None:
+    def __init__(
+        self,
+        is_void: Tensor,
+        mean: float | Tensor,
+        powers: Tensor,
+        status: Tensor | None = None,
+        num_ranks: int = 1,
+    ) -> None:
+        """`powers`: as for `norm_to_clip_on_device`. `status`: of all ranks; None: this is the only one."""
+        self.is_void, self.mean = is_void, mean
+        self._powers, self._status, self._num_ranks = powers, status, num_ranks
+
+    @classmethod
+    def of(cls, sums: Tensor, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> Verdict:
         """
         Args:
             sums: on the device, from `control.ask`.
             weight: of this rank's losses; None: on no rank they have one.
             scale: of the gradients.
         """
-        self.mean: float | Tensor
-        self._num_ranks = num_ranks
-        self._status: Tensor | None = None  # of all ranks
         if num_ranks == 1:
-            self.is_void = sums.isfinite().all().logical_not()
-            self._powers = sums
-            weight = 1.0 if weight is None else weight
-            self.is_void |= not weight
-            self.mean = 1 / (weight * scale) if weight else math.inf
-            return
+            return cls._of_one(sums, weight, scale)
+        return cls._of_all(sums, weight, scale, num_groups, num_ranks)
+
+    @classmethod
+    def _of_one(cls, powers: Tensor, weight: float | None, scale: float) -> Verdict:
+        weight = 1.0 if weight is None else weight
+        is_void = powers.isfinite().all().logical_not() | (not weight)
+        return cls(is_void, 1 / (weight * scale) if weight else math.inf, powers)
+
+    @classmethod
+    def _of_all(cls, sums: Tensor, weight: float | None, scale: float, num_groups: int, num_ranks: int) -> Verdict:
         row = Row[Tensor].read(numbers_in(sums, ROOM), num_groups)
-        digests = torch.cat([sums[: alike.WIDTH], row.digests])
-        self._powers = row.norm_terms.view(-1, exact.WIDTH)
-        self._status = row.status
+        digests, powers = torch.cat([sums[: alike.WIDTH], row.digests]), row.norm_terms.view(-1, exact.WIDTH)
         are_ready = row.status[int(Status.READY)] == num_ranks
-        self.is_void = alike.differ(digests.view(-1, alike.WIDTH)) | ~are_ready | self._powers[:, exact.LIMBS].any()
-        self.mean = num_ranks / (num_ranks * scale)
+        is_void = alike.differ(digests.view(-1, alike.WIDTH)) | ~are_ready | powers[:, exact.LIMBS].any()
+        mean: float | Tensor = num_ranks / (num_ranks * scale)
         if weight is not None:
             total = exact.nearly_on_device(row.weight)
-            self.is_void |= ~(total > 0)
-            self.mean = torch.full_like(total, num_ranks) / (total * scale)
+            is_void |= ~(total > 0)
+            mean = torch.full_like(total, num_ranks) / (total * scale)
+        return cls(is_void, mean, powers, row.status, num_ranks)
 
     @cached_property
     def norm(self) -> Tensor:
