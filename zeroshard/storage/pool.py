@@ -203,8 +203,10 @@ class Pool:
     def expect_room(self, num_bytes: int, why: str, remedy: str = "choose smaller units") -> None:
         """Raises:
         RuntimeError: `num_bytes` more would exceed the limit."""
+        if self.limit is None:
+            return
         needed = sum(buffer.num_bytes for buffer in self._buffers) + self.besides() + num_bytes
-        if self.limit is not None and needed > self.limit:
+        if needed > self.limit:
             raise InvalidState(
                 f"max_transient_bytes={self.limit}: {why} needs {num_bytes} bytes more, {needed} in all. Allow that "
                 f"much, or {remedy}"
@@ -224,8 +226,8 @@ class Pool:
         backward (taking them again would cost more than these copies), and their memory would add to the optimizer's
         state. The gradients leave before a bucket is used (`PoolBuffer.occupy`)."""
         too_much = sum(buffer.num_bytes for buffer in self.held()) - KEPT_IN_STEP
-        moving = list(shards)
-        for buffer in self.held():
+        moving = list(shards) if too_much > 0 else []
+        for buffer in self.held() if moving else ():
             free = buffer.num_bytes if buffer.kind == "buckets" and buffer.is_idle else 0
             for shard in list(moving):
                 num_bytes = shard.shard.nbytes
@@ -249,10 +251,10 @@ class Pool:
 
     def tensors(self, kind: Kind) -> list[Tensor]:
         """The storages of that kind that are held."""
-        return [buffer.storage for buffer in self._buffers if buffer.kind == kind and buffer.is_held]
+        return [buffer.storage for buffer in self.held() if buffer.kind == kind]
 
     def took(self, buffer: PoolBuffer) -> None:
-        held = sum(other.num_bytes for other in self._buffers if other.kind == buffer.kind and other.is_held)
+        held = sum(other.num_bytes for other in self.held() if other.kind == buffer.kind)
         self.most[buffer.kind] = max(self.most.get(buffer.kind, 0), held)
 
 
