@@ -18,12 +18,14 @@ from zeroshard import handle as of_handle
 from zeroshard.full_model import give_back
 from zeroshard.runtime import calls, hooks, schedule
 from zeroshard.runtime.engine import Engine
+from zeroshard.runtime.life import Life
 from zeroshard.runtime.plain_model import PlainModel
 from zeroshard.step.flat_state import FlatState
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.unit import Unit
+from zeroshard.storage.weights import Weights
 from zeroshard.testing import run_ranks
 
 WIDTH = 6
@@ -48,14 +50,20 @@ def train(handle: zeroshard.Handle, optimizer: zeroshard.ShardedOptimizer) -> di
     return handle.full_state_dict(main=True)
 
 
-def interrupt(patch: pytest.MonkeyPatch, owner: Any, name: str, number: int = 1) -> None:
+def interrupt(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    number: int = 1,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> None:
     """Call number `number` of this function is interrupted before it begins."""
     method, count = getattr(owner, name), [0]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         count[0] += 1
         if count[0] == number:
-            raise KeyboardInterrupt
+            raise error
         return method(*args, **kwargs)
 
     patch.setattr(owner, name, interrupted)
@@ -153,6 +161,76 @@ def test_an_interrupted_close_goes_on_when_it_is_called_again() -> None:
                     assert difference < 0.01, (place, name)
 
     run_ranks(in_turn(check, [("zero1", "bf16"), ("zero3", "bf16"), ("ddp", "fp32")]), 1)
+
+
+def interrupted_at(number: int, work: Callable[[], object]) -> bool:
+    """Whether the work has come to line `number` of the engine's, where it is interrupted."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.endswith(("parking.py", "weights.py", "buffer.py", "absent.py", "engine.py")):
+            return None
+        if event == "line" and number == (count := count + 1):
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@on_ranks(1)
+def test_after_an_interrupt_in_park_or_unpark_the_handle_is_as_before_or_parked(rank: int) -> None:
+    """It was open or parked by half: what had been emptied had lost its values, and neither call was possible."""
+
+    def check(rank: int, plan: Any, precision: str) -> None:
+        def begin() -> tuple[zeroshard.Handle, zeroshard.ShardedOptimizer]:
+            handle = zeroshard.shard(make(), plan, units=nn.Linear, precision=precision)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+            train(handle, optimizer)
+            return handle, optimizer
+
+        handle, optimizer = begin()
+        state, full = handle.full_state_dict(main=True), 0
+        for at in range(1, 2000, 5):
+            if interrupted_at(at, handle.park) and handle.engine.life is Life.OPEN:
+                loss_of(handle.model, 0)
+                handle.park()
+            full += bool(handle.memory()["grads"])
+            done = not interrupted_at(at, handle.unpark)
+            if handle.engine.life is Life.PARKED:
+                handle.unpark()
+            assert same_bits(handle.full_state_dict(main=True), state), at
+            if done and at > 600:
+                break
+        assert full <= 3  # parked, and not emptied: where it is interrupted before the first line of `empty`
+        assert same_bits(train(handle, optimizer), train(*begin()))
+
+    in_turn(check, [("ddp", "fp32"), ("zero1", "bf16"), ("zero2", "bf16-remainder"), ("zero3", "bf16")])(rank)
+
+
+@on_ranks(2)
+def test_park_and_unpark_without_memory_on_one_rank_raise_on_all_and_can_be_repeated(rank: int) -> None:
+    """The other rank had parked, or waited for it."""
+    for plan in PLANS[:3]:
+        handle = zeroshard.shard(make(), plan, units=nn.Linear, precision="bf16")
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        train(handle, optimizer)
+        state = handle.full_state_dict(main=True)
+        for call in handle.park, handle.unpark:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    interrupt(patch, Weights, "own", error=MemoryError)
+                with pytest.raises(RuntimeError, match=r"park \(on rank 1\): MemoryError"):
+                    call()
+            call()
+        assert same_bits(handle.full_state_dict(main=True), state)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -218,9 +218,10 @@ class Absent:
         self.bring = lambda: None
         self.why_lost: str | None = None
 
-    def take(self, parameters: Sequence[Tensor]) -> None:
-        """Make these parameters absent, until `give`."""
+    def take(self, parameters: Sequence[Tensor]) -> list[int]:
+        """Make these parameters absent, until `give`. Returns `pointers`."""
         self._take(parameters, self._views)
+        return self.pointers
 
     def _take(self, parameters: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         classes = self._classes

@@ -290,9 +290,10 @@ class Engine(NotCopied):
         # After this exchange no peer reads this rank's memory any more: only then may storages be emptied.
         self.collectives.exchange_objects(None)
         self.pool.empty()
-        self._parking.park(self.units, self.claims.owners(), device)
-        # Last, so that the handle stays open if parking raises.
-        self.life = parked
+        owners = self.claims.owners()
+        self._parking.copy(self.units, owners, device)
+        self.life = parked  # `unpark` can undo all that follows, wherever it is interrupted
+        self._parking.empty(self.units, owners)
 
     @torch.no_grad()
     @phase("unpark")

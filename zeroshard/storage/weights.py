@@ -245,9 +245,9 @@ class Weights:
         """Point the parameters at their values."""
         if not self.shown:
             self._expect(Residency.RESIDENT, "show")
-            # Before `give_each`, which overwrites the parameters' data: afterwards a replacement by the user would go
-            # unnoticed, and its values would be lost.
+            # Before `give_each`: afterwards a replacement by the user would go unnoticed, and its values would be lost.
             self.expect_in_place()
+            self._pointers = []  # until all have their values, as in `hide`
             give_each(self._parameters, self.buffer.views())
             self.shown, self._pointers = True, self.buffer.addresses()
             if self._common is not None:
@@ -261,8 +261,8 @@ class Weights:
         """Make the parameters absent: they raise when they are read or written, also by a backward."""
         if self.shown or not self._pointers:
             self.expect_in_place()
-            self.absent.take(self._parameters)
-            self.shown, self._pointers = False, self.absent.pointers
+            self.shown, self._pointers = False, []  # until all are absent: if this is interrupted, it can be repeated
+            self._pointers = self.absent.take(self._parameters)
             if self.buffer.borrows:
                 self.versions.guard()
 
@@ -286,8 +286,9 @@ class Weights:
         with as_tensors():
             found = [parameter.data_ptr() for parameter in self._parameters]
         why = "its handle was abandoned (Lightning does so after an exception) while they were divided over the ranks"
+        pointers = self._pointers or found  # none amid `hide`
         for index, parameter in enumerate(self._parameters):
-            if parameter.numel() and found[index] not in (self._pointers[index], self.absent.pointers[index]):
+            if parameter.numel() and found[index] not in (pointers[index], self.absent.pointers[index]):
                 continue
             if are_here:
                 give(parameter, buffer.views()[index])
