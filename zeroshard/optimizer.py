@@ -331,19 +331,17 @@ class ShardedOptimizer(TorchOptimizer):
         self._classes.of_groups.append(of_group)
         if not self._is_built:
             return
-        before = self._steppers.all, self._steppers.units
         try:
             if not all(map(self.engine.admits, group["params"])):
                 raise InvalidValue(
                     "add_param_group: a parameter is not of this optimizer's model: add it to the model before shard()"
                 )
-            with self.engine.claims.claimed(group["params"], self._itself()):
+            with self.engine.claims.claimed(group["params"], self._itself()), self._steppers.unless_built():
                 self.engine.take_newcomers(self.groups.parameters(), self.handle)
                 self.engine.unfreeze()
                 self.rebuild()
         except BaseException:
             self.param_groups.pop(), self._classes.of_groups.pop()
-            self._steppers.all, self._steppers.units, self._steppers.built_for = *before, None  # a step builds anew
             self.groups.changed()
             raise
 
@@ -352,10 +350,8 @@ class ShardedOptimizer(TorchOptimizer):
         """Make new steppers after parameters have been added; existing state is kept. Collective."""
         if not self._is_built:
             return  # called from the constructor, which makes the steppers itself
-        state = self._steppers.gather()
         with self.groups.adopting(self._itself()):
-            self._steppers.build(self.groups)
-        self._steppers.load(state)
+            self._steppers.rebuild(self.groups)
 
     def adopt(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add parameters of the handle that no optimizer has to the first group, in the order of the model."""

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -25,6 +25,8 @@ from tests.grids import EVERYTHING
 from tests.kit import PLANS, State, make, plans_of, same_bits
 from tests.together import on_ranks
 from zeroshard.placement import Plan
+from zeroshard.step.steppers import Steppers
+from zeroshard.storage.unit import Unit
 from zeroshard.testing import RankError, run_ranks
 
 
@@ -520,3 +522,27 @@ def test_what_is_unfrozen_trains_although_a_group_beside_it_was_refused(rank: in
         optimizer.add_param_group({"params": [model[0].bias], "optimizer_class": torch.optim.Muon})
     assert trains(handle, optimizer, model, "0.weight") and trains(handle, optimizer, model, "0.bias")
     assert [len(group["params"]) for group in optimizer.param_groups] == [3]
+
+
+@on_ranks(2)
+def test_without_memory_for_what_is_unfrozen_on_one_rank_all_raise_and_can_go_on(rank: int) -> None:
+    """The other rank waited. If new steppers had no memory for their state, it was lost, in silence."""
+    model = build()
+    model[1].requires_grad_(False)
+    handle = zeroshard.shard(model, "zero2", units=nn.Linear, precision="bf16")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.Adam, lr=0.1)
+    assert trains(handle, optimizer, model, "0.weight")
+    model[1].requires_grad_(True)
+    for owner, name in ((Unit, "_new_gradients"), (Steppers, "build"), (Steppers, "load")):
+
+        def fails(*_: object) -> NoReturn:
+            raise MemoryError
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(owner, name, fails)
+            with pytest.raises(RuntimeError, match=r"on rank 1\): MemoryError"):
+                trains(handle, optimizer, model, "1.weight")
+        optimizer.zero_grad()
+    assert trains(handle, optimizer, model, "1.weight")
+    assert [float(state["step"]) for state in optimizer.state_dict()["state"].values()] == [2, 2, 1, 1, 2, 2]

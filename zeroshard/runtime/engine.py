@@ -229,8 +229,7 @@ class Engine(NotCopied):
         self.gatherer.settle()  # a new gatherer does not know of gathers in flight
         for unit in self.units:
             unit.weights.rest()
-        for unit in frozen:
-            unit.unfreeze(self.collectives)
+        self.freezing.unfreeze(frozen)
         local = self.reducer.local
         self.reducer.visible.remove_used()
         # The old buffers are planned for fewer units. Units must have given theirs back by now (`rest` above).

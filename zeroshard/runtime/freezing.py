@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroshard.comm.collectives import Collectives
-from zeroshard.errors import InvalidValue
+from zeroshard.comm.together import together
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.storage.unit import Unit
 
 _POINT = "a change of requires_grad"
@@ -61,6 +62,24 @@ class Freezing:
         for number, unit in enumerate(waiting):
             trained[unit] = trained[unit].union(*(of_rank[number] for _, of_rank in found))
         return trained
+
+    def unfreeze(self, units: Sequence[Unit]) -> None:
+        """Make these units trainable. Collective.
+
+        Raises:
+            RuntimeError: on every rank: there was no memory on one of them. The units are frozen as before.
+        """
+
+        def allocate() -> None:
+            for unit in units:
+                unit.unfreeze(self._collectives)
+
+        try:
+            together(self._collectives, "requires_grad_(True)", allocate, errors=(InvalidState,))
+        except BaseException:
+            for unit in units:
+                unit.freeze()
+            raise
 
     def apply(self, slots: Slots) -> None:
         """Sum exactly these slots from now on, as agreed."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.comm.ranges import phase
+from zeroshard.comm.together import together
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
@@ -70,6 +73,33 @@ class Steppers:
         in_pieces = [stepper.assignment for stepper in new if isinstance(stepper, FlatStep)]
         self._watched = [Watched(one, groups.classes.declared(one.optimizer_class)) for one in in_pieces if groups]
         self.built_for = self._engine.reducer
+
+    def rebuild(self, groups: ParamGroups) -> None:
+        """Like `build`, with the state that there is. Collective.
+
+        Raises:
+            ValueError, RuntimeError: on every rank: as `build`, or there was no memory on one of them.
+        """
+        state = self.gather()
+
+        def build() -> None:
+            self.build(groups)
+            self.load(state)
+
+        with self.unless_built():
+            errors = (InvalidState, InvalidValue)
+            together(self._engine.collectives, "taking parameters over", build, errors=errors)
+
+    @contextmanager
+    def unless_built(self) -> Iterator[None]:
+        """If the body raises, the steppers and their state are those of before, and a step builds anew."""
+        before = self.all, self.units, self._watched, self.waiting.copy()
+        try:
+            yield
+        except BaseException:
+            self.all, self.units, self._watched, self.waiting = before
+            self.built_for = None
+            raise
 
     def expect_as_built(self, options: Sequence[Options]) -> None:
         """Before a step. `options`: the user's param groups.

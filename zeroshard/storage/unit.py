@@ -97,6 +97,11 @@ class Unit:
         # `clone`: `set` writes the rounded value back to the weights while it reads them.
         self.main.set(self.main.interval, self.main.weights.clone())
 
+    def freeze(self) -> None:
+        """Undo `unfreeze`, also half of it."""
+        self.spec = replace(self.spec, trainable=False)
+        self.main, self.grads = MainWeights(self.own_shard(), self.weights.own(), None), NoGradients()
+
     @property
     def name(self) -> str:
         return self.spec.name
