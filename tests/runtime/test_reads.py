@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, from_dlpack, nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
@@ -59,6 +59,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "comparison": lambda model: (model.blocks[1].up.weight == 0).sum(),
     "cast": lambda model: model.blocks[1].up.weight.double().float().sum(),
     "numpy": lambda model: float(model.blocks[1].up.weight.detach().numpy().sum()),
+    "exchanged": lambda model: from_dlpack(model.blocks[1].up.weight.detach()).sum(),
     "address": lambda model: model.blocks[1].up.weight.data_ptr() * 0,
     "vector": lambda model: parameters_to_vector([model.blocks[1].up.weight]).sum(),
     "copy": lambda model: copy.deepcopy(model.blocks[1].up.weight).sum(),
@@ -119,6 +120,17 @@ def test_a_forward_that_reads_what_is_not_there_raises_at_its_line(rank: int) ->
         assert same_bits(handle.full_state_dict(), before)
 
     in_turn(check, ["training", "evaluation", "inference"])(rank)
+
+
+@on_ranks(2)
+def test_code_in_cpp_that_exchanges_tensors_has_to_ask(rank: int) -> None:
+    """Libraries of kernels look for this attribute of the class. They got NaN; without it they call `__dlpack__`."""
+    model = make(Net)
+    handle = zeroshard.shard(model, "zero3", units=Block)
+    weight, name = model.blocks[1].up.weight, "__dlpack_c_exchange_api__"
+    assert not hasattr(type(weight), name) and not hasattr(weight, name)
+    with handle.unsharded():
+        assert hasattr(type(weight), name) == hasattr(Tensor, name)
 
 
 @on_ranks(3)

@@ -95,6 +95,13 @@ class _NeedsValues(Exception):
     """An operation needs the values of absent parameters. Arguments: its name, and its operands."""
 
 
+class _Nowhere:
+    """An attribute that a class does not have, although its base has it."""
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError
+
+
 class AbsentTensor(Tensor):
     """Base class of absent parameters. An operation that reads or writes values first asks `home` for them, which can
     provide them if no other rank is needed.
@@ -109,6 +116,9 @@ class AbsentTensor(Tensor):
 
     plain: ClassVar[type]
     home: ClassVar[Absent]
+
+    # Code in C++ that exchanges tensors would read the placeholder. Where there is none, it calls `__dlpack__`.
+    __dlpack_c_exchange_api__ = _Nowhere()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A tensor of the usual class: `type(p)(p.data)`, and so `copy.deepcopy(p)`, asks for the class first, and the
