@@ -236,6 +236,19 @@ def test_a_sparse_buffer_is_refused_or_left_alone(rank: int) -> None:
     zeroshard.shard(model, "zero2", units=Block, ignored="kept").close()
 
 
+@on_ranks(2)
+def test_an_expanded_buffer_is_refused_by_name_where_it_would_be_written_to(rank: int) -> None:
+    """torch's error about "a single memory location" named none."""
+    model = with_buffer(torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match=r"buffer kept is expanded.*register a copy \(\.clone\(\)\)"):
+        zeroshard.shard(model, "zero2", units=Block)
+    zeroshard.shard(model, "zero2", units=Block, ignored="kept").close()
+    handle = zeroshard.shard(model, "zero2", units=Block, values="check")
+    with pytest.raises(ValueError, match="buffer kept is expanded"):
+        handle.average_buffers()
+    handle.close()
+
+
 def test_the_check_for_a_plain_model_sees_a_hook_a_pointer_and_a_value() -> None:
     model = Net()
     before = state(model)

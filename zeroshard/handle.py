@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.same import expect_same_model, of_buffers
+from zeroshard.comm.same import expect_same_model, expect_writable, of_buffers
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.full_model import give_back
@@ -223,6 +223,7 @@ class Handle(NotTheModel, NotCopied):
         collectives = engine.collectives
         buffers = engine.plain.buffers()
         expect_same_model(collectives, of_buffers(buffers), "average_buffers()")
+        expect_writable(buffers)
         for buffer in buffers.values():
             if not buffer.is_floating_point():
                 collectives.broadcast([buffer])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.same import expect_same, expect_same_model, of_buffers
+from zeroshard.comm.same import expect_same, expect_same_model, expect_writable, of_buffers
 from zeroshard.comm.side_by_side import lay_side_by_side
 from zeroshard.comm.together import together
 from zeroshard.errors import Error, InvalidValue
@@ -177,6 +177,8 @@ def _choose(modules: Modules, plan: Plan | str | int, options: _Options, collect
     expect_ready(parameters, buffers, managed.left_alone(model), collectives.device, options.materialize)
     if collectives.mesh.world.size > 1:
         expect_dense(buffers)
+        if options.values == "broadcast":
+            expect_writable(buffers)
     expect_apart(parameters, buffers)
     expect_no_views(modules, parameters)
     if options.values not in ("broadcast", "check"):

@@ -108,3 +108,16 @@ def digest(tensor: Tensor) -> int:
         odd = torch.arange(piece.numel(), device=piece.device).mul_(2).add_(1)
         total = (total * 31 + int((piece.to(torch.int64) * odd).sum())) % 2**64
     return total
+
+
+def expect_writable(buffers: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        ValueError: a buffer cannot take the values of another rank.
+    """
+    for name, buffer in buffers.items():
+        if not buffer.is_meta and torch._debug_has_internal_overlap(buffer) == 1:  # as torch asks before it writes
+            raise InvalidValue(
+                f"buffer {name} is expanded, so its elements share memory and cannot be written to: register a copy "
+                "(.clone()), or name it in ignored=, if each rank computes its own"
+            )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import together
-from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.model.inference import outside_inference
 from zeroshard.placement import SHARDED
@@ -87,7 +87,7 @@ class Steppers:
             self.load(state)
 
         with self.unless_built():
-            errors = (InvalidState, InvalidValue)
+            errors = (InvalidState, InvalidValue, InvalidType)
             together(self._engine.collectives, "taking parameters over", build, errors=errors)
 
     @contextmanager
