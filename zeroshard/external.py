@@ -184,7 +184,7 @@ def _refuse_unready(name: str, parameter: nn.Parameter, collectives: Collectives
         raise InvalidValue(
             f"parameter {name} has the strides {parameter.stride()} (channels_last?), and its weights will be "
             "contiguous: torch DDP, if it was built before, would mix up the elements of gradients. Make it contiguous "
-            "before DDP, model.to(memory_format=torch.contiguous_format); images may stay in channels_last"
+            "before DDP, parameter.data = parameter.data.contiguous(); images may stay in channels_last"
         )
     if parameter.device.type != collectives.device.type:
         raise InvalidValue(

@@ -134,9 +134,15 @@ def test_sparse_gradients_are_torchs(rank: int) -> None:
 def test_parameters_in_channels_last_are_refused(rank: int) -> None:
     """DDP gave their gradients in the order of one format in the strides of the other."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3)).to(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match=r"parameter 0 has the strides \(36, 1, 12, 4\) \(channels_last\?\), .*DDP"):
+    with pytest.raises(
+        ValueError, match=r"parameter 0 has the strides \(36, 1, 12, 4\) \(channels_last\?\), .*DDP, parameter\.data ="
+    ):
         zeroshard.ShardedOptimizer(DistributedDataParallel(model).parameters(), torch.optim.SGD, lr=0.1)
-    ddp = DistributedDataParallel(model.to(memory_format=torch.contiguous_format))
+    turned = nn.Parameter(torch.ones(3, 2).t())  # which `model.to(memory_format=)`, as the error once said, leaves
+    for parameter in (*model.parameters(), turned):
+        parameter.data = parameter.data.contiguous()
+    zeroshard.ShardedOptimizer([turned], torch.optim.SGD, lr=0.1)
+    ddp = DistributedDataParallel(model)
     zeroshard.ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
     x = torch.ones(2, 4, 8, 8).to(memory_format=torch.channels_last)
     ddp(x).square().sum().backward()
