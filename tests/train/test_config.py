@@ -45,6 +45,11 @@ def test_later_files_win_field_by_field(tmp_path: Path) -> None:
         ("[parallel]\nplan = 'zero4'", "parallel.plan = 'zero4': expected 'ddp', 'zero1', 'zero2' or 'zero3'"),
         ("[model]\nheads = 3", "model: width 256 does not split into 3 heads of even size"),
         ("[data]\nend_of_text = 'x'", "data: end_of_text is a token of the tokenizer, and the tokens are bytes"),
+        (
+            "[optimizer]\nloss_scale_growth = 9",
+            "optimizer.loss_scale_growth = 9: there is no loss scale in fp32, unless",
+        ),
+        ("[run]\nkeep_every = 9", r"run.keep_every = 9: it keeps what is saved.*; set run.save_every"),
         ("model = 3", r"model = 3: expected a section, \[model\]"),
         ("[model", "is not TOML"),
     ],

@@ -141,7 +141,7 @@ class ParallelConfig(_Section):
 class EvaluationConfig(_Section):
     every: int = Field(100, ge=1, description="steps between evaluations")
     windows: int = Field(96, ge=1, description="validation sequences per evaluation")
-    sample_tokens: int = Field(200, ge=0, description="length of the text generated at the end")
+    sample_tokens: int = Field(200, ge=0, description="length of the text generated at the end; 0: none")
     prompt: str = Field("def ", min_length=1, description="text that the sample continues")
     temperature: float = Field(0.8, ge=0, description="0: always the most likely token")
     top_k: int = Field(40, ge=1, description="sample among the k most likely tokens")
@@ -174,6 +174,23 @@ class Config(_Section):
     parallel: ParallelConfig = ParallelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> "Config":
+        """A field that has no effect beside the others is a mistake."""
+        settings = self.optimizer
+        growth, is_scaled = settings.loss_scale_growth, settings.loss_scale or self.parallel.precision == "fp16"
+        if growth != OptimizerConfig().loss_scale_growth and not is_scaled:
+            raise InvalidValue(
+                f"optimizer.loss_scale_growth = {growth}: there is no loss scale in {self.parallel.precision}, unless "
+                "optimizer.loss_scale is given; leave it out"
+            )
+        if self.run.keep_every is not None and not self.run.save_every:
+            raise InvalidValue(
+                f"run.keep_every = {self.run.keep_every}: it keeps what is saved, and run.save_every = 0 saves at the "
+                f"end only; set run.save_every, for example to {self.run.keep_every}"
+            )
+        return self
 
     @property
     def tokens_per_step(self) -> int:
@@ -230,8 +247,9 @@ def _checked(values: Mapping[str, Any], origins: Mapping[str, Path] | None = Non
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        file = (origins or {}).get(key)
-        raise UserError(f"{'' if file is None else f'{file}: '}{_explain(key, first)}") from None
+        text = _explain(key, first)
+        file = (origins or {}).get(key or text.partition(" ")[0])  # an error of all sections begins with a key
+        raise UserError(f"{'' if file is None else f'{file}: '}{text}") from None
 
 
 def check_divides(config: Config) -> None:
@@ -269,7 +287,7 @@ def _explain(key: str, error: ErrorDetails) -> str:
         case "model_type":
             return f"{key} = {error['input']!r}: expected a section, [{key}]"
         case "value_error":
-            return f"{key}: {error['msg'].removeprefix('Value error, ')}"
+            return f"{key}{': ' if key else ''}{error['msg'].removeprefix('Value error, ')}"
     return f"{key} = {error['input']!r}: {error['msg'].replace('Input should be', 'expected')}"
 
 
