@@ -1,5 +1,5 @@
-"""Comes before all imports: whether this system will do, and Control-C while the command starts. (Its imports take
-seconds, and would print the interrupt or swallow it.)"""
+"""Comes before all imports: whether this system will do, and signals while the command starts. (Its imports take
+seconds, and would print an interrupt or swallow it; other signals would end a run that is to stop or save.)"""
 
 import os
 import signal
@@ -18,8 +18,8 @@ if os.name != "posix":  # modules of Python that only POSIX has are imported
 BAD_INPUT, INTERRUPTED = 2, 130
 """Exit codes of the command."""
 
-told = False
-"""Whether a rank of `zeroshard train` was interrupted before it could act on that: `train.loop.Requests` does."""
+told: set[int] = set()
+"""The signals that came before a rank of `zeroshard train` could act on them: `train.loop.Requests` does."""
 
 
 def begun() -> None:
@@ -37,8 +37,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    global told
-    told = True
+    told.add(number)
 
 
 def _is_command() -> bool:
@@ -48,10 +47,12 @@ def _is_command() -> bool:
     return program == "zeroshard" or (program == "-m" and ("-m", "zeroshard") in pairwise(sys.orig_argv))
 
 
-if (
-    _is_command()
-    and threading.current_thread() is threading.main_thread()
-    and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not of a job that ignores it
-):
+if _is_command() and threading.current_thread() is threading.main_thread():
     # Ranks do not leave one by one: the others would wait for them, and the launcher would report a failure.
-    signal.signal(signal.SIGINT, _note if "RANK" in os.environ else _leave)
+    is_rank = "RANK" in os.environ
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not of a job that ignores it
+        signal.signal(signal.SIGINT, _note if is_rank else _leave)
+    if is_rank and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _note)
+    if "train" in sys.orig_argv and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _note)  # also of a run of one rank, and of the process that will start the ranks

@@ -143,13 +143,14 @@ def test_a_last_segment_that_is_not_unique_is_no_name() -> None:
 SLOW_LIBRARY = """
 import os, signal, sys
 try:
-    os.kill(os.getpid(), signal.SIGINT)
+    for name in os.environ.get("SIGNALS", "SIGINT").split():
+        os.kill(os.getpid(), getattr(signal, name))
     for _ in range(1000):
         pass  # here the handler runs
 except KeyboardInterrupt:
     print("raised", flush=True)
 starting = sys.modules["zeroshard.starting"]
-print(starting.told, flush=True)
+print(*sorted(map(int, starting.told)), flush=True)
 os._exit(7)
 """
 
@@ -159,14 +160,18 @@ os._exit(7)
     [
         (("-m", "zeroshard", "plan"), {}, (130, "", "\ninterrupted\n")),
         (("bin/zeroshard", "plan"), {}, (130, "", "\ninterrupted\n")),
-        (("-m", "zeroshard", "train"), {"RANK": "0"}, (7, "True\n", "")),  # noted, for the first step
-        (("mine.py",), {}, (7, "raised\nFalse\n", "")),  # a program that uses the library has its own way
+        (("-m", "zeroshard", "train"), {"RANK": "0"}, (7, "2\n", "")),  # noted, for the first step
+        (("-m", "zeroshard", "train"), {"RANK": "0", "SIGNALS": "SIGTERM SIGUSR1"}, (7, "10 15\n", "")),
+        (("bin/zeroshard", "train"), {"SIGNALS": "SIGUSR1"}, (7, "10\n", "")),
+        (("bin/zeroshard", "train"), {"SIGNALS": "SIGTERM"}, (-15, "", "")),  # there is nothing to save yet
+        (("bin/zeroshard", "plan"), {"SIGNALS": "SIGUSR1"}, (-10, "", "")),
+        (("mine.py",), {}, (7, "raised\n\n", "")),  # a program that uses the library has its own way
     ],
 )
-def test_control_c_during_imports(
+def test_signals_during_imports(
     tmp_path: Path, program: tuple[str, ...], environment: dict[str, str], expected: tuple[int, str, str]
 ) -> None:
-    """The interrupt comes while torch is being imported, which swallows it."""
+    """The interrupt comes while torch is being imported, which swallows it. Other signals ended the run."""
     (tmp_path / "torch.py").write_text(SLOW_LIBRARY)
     (tmp_path / "bin").mkdir()
     for name in ("mine.py", "bin/zeroshard"):
@@ -208,10 +213,11 @@ def test_a_system_that_is_not_posix_is_told_what_to_do() -> None:
 
 
 def test_a_rank_that_was_interrupted_while_it_started_stops_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told in (False, True):
+    for told in (set(), {signal.SIGINT}, {signal.SIGTERM}, {signal.SIGUSR1}):
         monkeypatch.setattr(starting, "told", told)
         with Requests() as requests:
-            assert requests.stop is told
+            assert requests.stop is bool(told - {signal.SIGUSR1})
+            assert requests.save is (signal.SIGUSR1 in told)
 
 
 def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

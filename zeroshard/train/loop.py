@@ -78,8 +78,8 @@ class Requests:
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._previous[number] = signal.signal(number, self._note)  # type: ignore[assignment]
-        if starting.told:
-            self._note(signal.SIGINT, None)
+        for early in starting.told:
+            self._note(early, None)
         return self
 
     def __exit__(
