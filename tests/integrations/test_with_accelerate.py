@@ -434,7 +434,7 @@ def test_what_shards_too_is_refused() -> None:
 
     def check(rank: int) -> None:
         from accelerate.state import AcceleratorState
-        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
         from zeroshard.integrations.accelerate import Accelerator
 
@@ -442,6 +442,7 @@ def test_what_shards_too_is_refused() -> None:
         refused: list[tuple[str, dict[str, Any]]] = [
             (r"unknown keys \['unit'\]", {"sharding": {"plan": 3, "unit": Block}}),
             ("leave out one of the two", {"sharding": {"precision": "fp32"}, "mixed_precision": "bf16"}),
+            ("write into one folder", {"project_config": ProjectConfiguration(save_on_each_node=True)}),
             ("zeroshard shards the model here", {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
         ]
         for reason, options in refused:

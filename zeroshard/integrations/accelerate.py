@@ -78,6 +78,7 @@ class Accelerator(accelerate.Accelerator):
                 f"Accelerator: mixed_precision must be 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
             )
         _expect_known(self)
+        _expect_one_folder(self)
         init()
         self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
@@ -261,6 +262,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save schedulers, samplers, random state and registered objects as Accelerate does, and models and optimizers
         in the subfolder `zeroshard`, which can be loaded under any plan and number of ranks. Collective."""
+        _expect_one_folder(self)  # again: a script may have set it since
         with self._without_models() as parts:
             location = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, (handle, optimizers) in enumerate(parts):
@@ -377,6 +379,16 @@ def _expect_known(accelerator: accelerate.Accelerator) -> None:
         raise InvalidValue(
             f"Accelerator: mixed_precision={accelerator.mixed_precision!r} with AutocastKwargs(enabled=False): 16-bit "
             "weights take the place of autocast: leave mixed_precision out to compute in fp32"
+        )
+
+
+def _expect_one_folder(accelerator: accelerate.Accelerator) -> None:
+    """Raises:
+    ValueError: each node is to have a checkpoint of its own."""
+    if accelerator.project_configuration.save_on_each_node:
+        raise InvalidValue(
+            "Accelerator: ProjectConfiguration(save_on_each_node=True) is not supported under zeroshard: all ranks "
+            "write into one folder: use a file system that all nodes see"
         )
 
 
