@@ -149,6 +149,10 @@ def test_the_last_optimizer_has_the_parameters() -> None:
             assert sharding.take_over(plain) is sharding.take_over(plain)  # and its state stays
             with pytest.raises(ValueError, match="is a ShardedOptimizer already: pass skip_norm_above to it"):
                 Sharding(plan, skip_norm_above=1.0).take_over(second)
+            for scale in (64.0, "dynamic"):
+                with pytest.raises(ValueError, match="is a ShardedOptimizer already: pass loss_scale to it"):
+                    Sharding(plan, loss_scale=scale).take_over(second)
+            assert Sharding(plan, loss_scale=1.0).take_over(second) is second  # which has no scale
             assert len(second.param_groups) == 1
             handle.close()
 

@@ -216,7 +216,8 @@ def in_precision_of(sharding: Sharding, plugin: Any, library: Any) -> Sharding:
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
     )
-    return replace(sharding, loss_scale=scale)
+    # Lightning has the usual one without being asked.
+    return replace(sharding, _scale=scale) if scale == DynamicScale() else replace(sharding, loss_scale=scale)
 
 
 def with_context_of(engine: Any, plugin: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.errors import InvalidState, InvalidValue, NotInstalled
 from zeroshard.full_model.materialize import Source
 from zeroshard.handle import Handle, handle_of
-from zeroshard.loss_scale import LossScalePolicy
+from zeroshard.loss_scale import LossScalePolicy, as_policy
 from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of
@@ -58,6 +58,7 @@ class Sharding:
     non_finite: NonFinite | None = None
     skip_norm_above: float | None = None
     _output: torch.dtype | None = field(default=None, repr=False)  # dtype of outputs, set by `in_precision`
+    _scale: LossScalePolicy | None = field(default=None, repr=False)  # of a framework that scales anyway
 
     @classmethod
     def of(cls, found: Sharding | Mapping[str, Any] | Plan | str | int) -> Sharding:
@@ -148,7 +149,10 @@ class Sharding:
                 of the record's fields is for it.
         """
         if isinstance(optimizer, ShardedOptimizer):
-            if asked := [name for name in ("non_finite", "skip_norm_above") if getattr(self, name) is not None]:
+            asked = [name for name in ("non_finite", "skip_norm_above") if getattr(self, name) is not None]
+            if self._scales_otherwise(optimizer):
+                asked.insert(0, "loss_scale")
+            if asked:
                 raise InvalidValue(
                     f"this optimizer is a ShardedOptimizer already: pass {' and '.join(asked)} to it, and leave it out "
                     "of Sharding"
@@ -171,8 +175,17 @@ class Sharding:
             if owner.param_groups is optimizer.param_groups:
                 return owner
         options = {name: value for name, value in self._values() if name in _OF_THE_OPTIMIZER}
+        if self.loss_scale is None:
+            options["loss_scale"] = self._scale
         with _replaced(claims, owners.values()):
             return ShardedOptimizer.from_optimizer(handle, optimizer, **options)
+
+    def _scales_otherwise(self, optimizer: ShardedOptimizer) -> bool:
+        """Whether another loss scale is asked for than the optimizer has."""
+        if self.loss_scale is None:
+            return False
+        own = optimizer.scaling.default
+        return as_policy(self.loss_scale, has_fp16=False) != (None if own is None else own.policy)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Fields and values. (`asdict` would copy a mesh.)"""
