@@ -213,3 +213,29 @@ def test_gradients_that_are_zeroed_where_a_part_of_them_is_not_reduced_yet(
     """ZeRO-1 zeroed the own part of the bucket, and ZeRO-2 and ZeRO-3 the mean: the rest was stepped, in silence."""
     for plan in PLANS:
         assert same_bits(mixed(rank, plan, 4, zero), mixed(rank, plan, 1, None)), plan
+
+
+@on_ranks(2)
+def test_what_only_one_rank_has_accumulated_behind_a_reduction_is_refused_on_all(rank: int) -> None:
+    """`gradient` raised on that rank, and the other one waited; `set_gradient` was done on the other one."""
+    for plan in PLANS:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+
+        def loss(used: bool, model: nn.ModuleDict = model) -> Tensor:
+            outputs = [model[name](torch.ones(2, 4)).sum() for name in ("a", "b")]
+            return outputs[0] + (outputs[1] if used else outputs[1].detach())
+
+        loss(True).backward()
+        with handle.no_sync():
+            loss(rank == 0).backward()
+        for what, call in (
+            ("gradient", lambda handle=handle: handle.gradient("b.weight")),
+            ("set_gradient", lambda handle=handle: handle.set_gradient("b.weight", torch.ones(4, 4))),
+        ):
+            found = "partial" if rank == 0 else "not reduced on another rank"
+            with pytest.raises(RuntimeError, match=rf"^{what}: that of b\.weight is {found}; call backward"):
+                call()
+        loss(True).backward()
+        assert torch.equal(handle.gradient("b.weight"), torch.full((4, 4), 5.0))
+        handle.close()

@@ -18,8 +18,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
     engine.reducer.visible.apply_clips()
-    if grads.state is not GradState.REDUCED:
-        raise InvalidState(f"gradient: that of {name} is {grads.state.value}; call backward (not under no_sync)")
+    _expect(engine, "gradient", name, grads, may_be_empty=False)
     own = unit.layout.slots[index].world & unit.own_shard()
     mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
     grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])
@@ -32,7 +31,7 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
 def set_full_gradient(engine: Engine, name: str, values: object) -> None:
     """See `Handle.set_gradient`."""
     engine.expect_no_backward("set_gradient")
-    unit, index, _ = _find(engine, name, "set_gradient")
+    unit, index, grads = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
     if not isinstance(values, Tensor):
         raise InvalidType(f"set_gradient: {name} takes a tensor, found an object of type {type(values).__name__}")
@@ -40,7 +39,20 @@ def set_full_gradient(engine: Engine, name: str, values: object) -> None:
         raise InvalidValue(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
     engine.hooks.schedule.expect_to_begin()  # discards the gradients of a backward that has raised
     expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
+    _expect(engine, "set_gradient", name, grads, may_be_empty=True)
     engine.reducer.set_gradient(unit, index, values)
+
+
+def _expect(engine: Engine, what: str, name: str, grads: Gradients, *, may_be_empty: bool) -> None:
+    """
+    Raises:
+        RuntimeError: on every rank: on one of them the gradient is not reduced. (Behind a backward under no_sync that
+            left the parameter out on some ranks, it is partial on the others alone.)
+    """
+    is_fine = grads.state is GradState.REDUCED or (may_be_empty and grads.state is GradState.EMPTY)
+    if engine.collectives.count(not is_fine, what):
+        state = "not reduced on another rank" if is_fine else grads.state.value
+        raise InvalidState(f"{what}: that of {name} is {state}; call backward (not under no_sync)")
 
 
 def _find(engine: Engine, name: object, what: str) -> tuple[Unit, int, Gradients]:
