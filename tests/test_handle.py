@@ -498,6 +498,7 @@ def test_no_sync_communicates_nothing_and_ends_with_its_block(rank: int) -> Any:
 # Transports -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_gloo
 @pytest.mark.by_cpu
 def test_messages_and_shared_memory_move_the_same_bits() -> None:
     jobs = [Job(steps=2), Job(precision="bf16", steps=1, micro_batches=2, reduce_every_micro_batch=True)]

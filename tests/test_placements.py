@@ -49,6 +49,7 @@ def test_every_combination_trains_or_is_refused(rank: int, precision: str | None
     return [one.log for one in found]
 
 
+@pytest.mark.by_gloo  # DTensor finds no backend for the other one's groups
 @pytest.mark.by_cpu
 def test_parameters_that_no_flat_buffer_can_hold_are_named() -> None:
     from torch import nn
