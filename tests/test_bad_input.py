@@ -479,7 +479,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_is_updated(rank: int
         assert optimizer.step().applied
 
 
-@pytest.mark.by_gloo  # its ranks say before each reduction which unit comes next
+@pytest.mark.by_gloo  # whose ranks say beside each gather which unit it is of
 @pytest.mark.by_cpu
 @on_ranks(3)
 def test_ranks_that_run_units_in_another_order_are_told_apart(rank: int) -> None:

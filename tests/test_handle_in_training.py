@@ -477,6 +477,7 @@ def test_many_lives_leave_nothing_behind() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_gloo  # whose ranks share memory in files
 @pytest.mark.by_cpu
 @on_ranks(2)
 def test_a_handle_that_is_kept_is_seen(rank: int) -> None:
