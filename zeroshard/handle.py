@@ -32,6 +32,7 @@ from zeroshard.full_model.unsharded import (
     unsharded,
     written,
 )
+from zeroshard.io.checked import CheckpointError
 from zeroshard.model.absent import NotCopied
 from zeroshard.model.right_call import NotTheModel
 from zeroshard.placement import Plan
@@ -330,7 +331,9 @@ class Handle(NotTheModel, NotCopied):
             return
         destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
         expect_no_block(engine.units, "close")
-        engine.expect_no_backward("close").finish_background()
+        finish = engine.expect_no_backward("close").finish_background
+        # Some ranks may have been told of its error already, by a `wait`.
+        together(engine.collectives, "close", finish, errors=(CheckpointError,), patient=True)
         engine.running.carry_out("close", partial(give_back.close, engine, destination))
         self._let_go_of_parameters()  # last: until a close that is interrupted is done, `shard` must find this handle
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from tests.checkpoint.faults import faulty
 from tests.forked import Forked
 from tests.patience import wait_until
 from zeroshard.checkpoint import files, meeting
+from zeroshard.checkpoint.commit import Job
 from zeroshard.checkpoint.folders import steps
-from zeroshard.checkpoint.save import Saving
+from zeroshard.checkpoint.save import Saving, _Save
 from zeroshard.checkpoint.writer import Item
 from zeroshard.testing import run_ranks
 
@@ -89,6 +92,88 @@ def test_an_error_is_raised_by_the_next_call_and_once(tmp_path: Path) -> None:
                 calls[follow]()
             assert list(steps(tmp_path)) == [1]
         handle.close()
+
+    run_ranks(check, 2)
+
+
+def fail(*arguments: object) -> int:
+    raise OSError("the disk is gone")
+
+
+def test_an_error_that_one_rank_has_caught_is_raised_on_all(tmp_path: Path) -> None:
+    """By a `wait` on rank 0 alone, which writes the log: there the next call raised nothing, and waited for the other
+    ranks, where it did."""
+
+    def check(rank: int) -> None:
+        handle, write = zeroshard.shard(nn.Linear(30, 30), "zero1"), files.write
+        calls = [
+            lambda: zeroshard.save(tmp_path, handle, step=2),
+            lambda: zeroshard.load(tmp_path, handle),
+            handle.close,
+        ]
+        zeroshard.save(tmp_path, handle, step=0)
+        for call in calls:
+            files.write = fail
+            saving = zeroshard.save(tmp_path, handle, step=1, background=True)
+            if rank == 0:
+                with pytest.raises(zeroshard.CheckpointError, match="step 1 was not saved"):
+                    saving.wait()
+            wait_until(lambda: saving.done)  # noqa: B023
+            files.write = write
+            with pytest.raises(zeroshard.CheckpointError, match=r"\(on rank 1\): step 1 was not saved"):
+                call()
+            handle.full_state_dict()
+        handle.close()
+
+    run_ranks(check, 2, collective_timeout=20.0)
+
+
+def test_a_rank_without_a_further_thread_writes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A limit on threads, or a save while the interpreter ends: `save` raised there, and the other ranks waited for
+    this one until the timeout."""
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def check(rank: int) -> str:
+        handle = zeroshard.shard(nn.Linear(30, 30), "zero1")
+        for step in (1, 2):
+            with monkeypatch.context() as patch:
+                if rank == 1:
+                    patch.setattr(threading.Thread, "start", start)
+                    patch.setattr(files, "write", files.write if step == 1 else fail)
+                saving = zeroshard.save(tmp_path, handle, step=step, background=True)
+                assert saving.done or rank == 0
+            if step == 2:
+                with pytest.raises(zeroshard.CheckpointError, match="step 2 was not saved: rank 1: OSError: the disk"):
+                    saving.wait()
+            else:
+                saving.wait()
+        assert list(steps(tmp_path)) == [1]
+        return caplog.text
+
+    texts = run_ranks(check, 2, collective_timeout=20.0)
+    warning = "save returns when step 1 is saved, not before: can't start new thread"
+    assert [warning in text for text in texts] == [False, True]
+
+
+def test_who_keeps_what_save_returns_keeps_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a save that was not in the background, and after one that has failed there, the values stayed: those of
+    `extra`, and the copies."""
+
+    def check(rank: int) -> None:
+        handle, jobs = zeroshard.shard(nn.Linear(30, 30), "zero1"), list[ref[Job]]()
+        prepare = _Save.prepare
+        monkeypatch.setattr(_Save, "prepare", lambda *of, **by: (job := prepare(*of, **by), jobs.append(ref(job)))[0])
+        kept = [zeroshard.save(tmp_path, handle, step=1)]
+        monkeypatch.setattr(files, "write", fail)
+        kept.append(zeroshard.save(tmp_path, handle, step=2, background=True))
+        with pytest.raises(zeroshard.CheckpointError, match="the disk is gone"):
+            kept[1].wait()
+        gc.collect()
+        assert [job() for job in jobs] == [None, None]
 
     run_ranks(check, 2)
 

@@ -270,6 +270,21 @@ def test_extra_is_kept_for_each_rank_that_has_its_own(tmp_path: Path) -> None:
     assert [result[:2] for result in run_ranks(load, 2)] == [(0, 0.0), (0, 0.0)], "other ranks than before: rank 0's"
 
 
+def test_objects_in_extra_may_be_numbered(tmp_path: Path) -> None:
+    """Names that are no texts, or begin with "$": what had been saved under them did not fit any `extra=`."""
+
+    def check(rank: int) -> None:
+        handle, before = zeroshard.shard(nn.Linear(2, 2), "ddp"), {0: Keeps(0), "$x": Keeps(1), None: Keeps(2)}
+        zeroshard.save(tmp_path, handle, step=1, extra=before)  # type: ignore[arg-type]
+        after = {name: Keeps(9) for name in reversed(before)}
+        zeroshard.load(tmp_path, handle, extra=after)  # type: ignore[arg-type]
+        assert {name: one.state["rank"] for name, one in after.items()} == {0: 0, "$x": 1, None: 2}
+        with pytest.raises(zeroshard.CheckpointError, match=r"missing: extra '1'; unexpected: extra '0'"):
+            zeroshard.load(tmp_path, handle, extra={1: Keeps(9), "$x": Keeps(9), None: Keeps(9)})  # type: ignore[dict-item]
+
+    run_ranks(check, 1)
+
+
 def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     class Bad:
         def state_dict(self) -> Any:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
 from zeroshard.checkpoint.reader import Reader
-from zeroshard.checkpoint.saved_state import names_of, saved_entries, saved_groups, saved_optimizers, saved_options
+from zeroshard.checkpoint.saved_state import (
+    names_of,
+    saved_entries,
+    saved_extra,
+    saved_groups,
+    saved_optimizers,
+    saved_options,
+)
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 
@@ -71,8 +78,7 @@ def compare(
     for optimizer, saved in pairs_of(manifest, optimizers):
         _compare_optimizer(result, manifest, optimizer, saved)
     if extra:
-        saved_extra = manifest.values.get("extra")
-        result.note_names(extra, saved_extra if isinstance(saved_extra, dict) else {}, "extra '{}'")
+        result.note_names(extra, saved_extra(manifest), "extra '{}'")
     return result
 
 

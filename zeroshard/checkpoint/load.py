@@ -89,7 +89,6 @@ def load(
     engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("load")
     engine.expect_known_parameters(also_added=False)
-    engine.finish_background()
     engine.unfreeze()
     loading = _Load(engine, optimizers, extra, Path(directory).absolute())
     folder, unique = loading.find(step)
@@ -119,6 +118,7 @@ class _Load:
 
     @phase("load: find")
     def _find(self, step: int | None) -> tuple[None, list[str]]:
+        self.engine.finish_background()  # here, as some ranks may have been told of its error, by a `wait`
         self.engine.expect_no_gradients("load")
         expect_none_written(self.engine.units, "a load")
         expect_stateful(self.extra)

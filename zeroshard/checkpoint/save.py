@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ from zeroshard.comm.together import tell_together, together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.failures.whereabouts import SAVES
 from zeroshard.handle import Handle
-from zeroshard.io.logger import tell
+from zeroshard.io.logger import LOGGER, tell
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -78,7 +79,8 @@ class Saving:
             CheckpointError: the save has failed; with the same text on every rank.
         """
         if self._thread is not None:
-            self._thread.join()
+            if self._thread.ident is not None:  # it could be started
+                self._thread.join()
             atexit.unregister(self._at_exit)
         self._seen = True
         if self._error is not None:
@@ -94,15 +96,24 @@ class Saving:
             # Not a daemon: the interpreter must not exit before the save is done.
             self._thread = threading.Thread(target=self._run, name=f"{SAVES} {self.step}", daemon=False)
             atexit.register(self._at_exit)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # no more threads (a limit), or the interpreter ends
+                # The other ranks wait for this one already, and could not tell why it does not come.
+                LOGGER.warning("save returns when step %d is saved, not before: %s", self.step, error)
+                self._run()
         else:
-            self._work()
+            work, self._work = self._work, _nothing  # who keeps this object keeps no values
+            work()
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:
             self._error = error
+            # The frames of the traceback refer to the copies of the values, which would stay until the next save.
+            for one in (error, error.__cause__):
+                traceback.clear_frames(one.__traceback__ if one is not None else None)
         self._work = _nothing  # frees the copies of the values
 
     def _at_exit(self) -> None:
@@ -158,7 +169,6 @@ def save(
     engine, optimizers = handle.engine, as_list(optimizer)
     engine.check_open("save")
     engine.expect_known_parameters(also_added=False)
-    engine.finish_background()
     job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
     saving = Saving(step, job.run)
     saving.start(background=background)
@@ -231,6 +241,7 @@ class _Save:
     def _collect(self) -> tuple[_Own, list[Any]]:
         """This rank's values; and for the exchange: the step, a new id, and digests of values that may differ between
         ranks."""
+        self.engine.finish_background()  # here, as some ranks may have been told of its error, by a `wait`
         folders.expect_step(self.step)
         self.engine.expect_no_gradients("save")
         expect_stateful(self.extra)

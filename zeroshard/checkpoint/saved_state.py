@@ -57,6 +57,19 @@ def saved_optimizers(manifest: Manifest) -> list[Any]:
     return saved if isinstance(saved, list) else []
 
 
+def saved_extra(manifest: Manifest) -> list[Any]:
+    """The names of the objects in `extra`: mostly texts, but whatever the keys of a dict in a state may be.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    try:
+        found = decode(manifest.values.get("extra", {}), lambda name: torch.empty(0))
+    except RecursionError:
+        raise CheckpointError("the manifest's extra is damaged") from None
+    return [*found] if isinstance(found, dict) else []
+
+
 def saved_groups(saved: Any) -> list[dict[str, Any]]:
     """The param groups of one optimizer in a manifest.
 

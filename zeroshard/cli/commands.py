@@ -11,7 +11,7 @@ import torch
 from zeroshard import checkpoint, exchange
 from zeroshard.checkpoint import CheckpointError, Reader, folders, pruning
 from zeroshard.checkpoint.manifest import MANIFEST_NAME
-from zeroshard.checkpoint.saved_state import saved_groups
+from zeroshard.checkpoint.saved_state import saved_extra, saved_groups
 from zeroshard.cli.terminal import Command, Damaged, Size, printable, say, table
 from zeroshard.exchange.dcp_metadata import METADATA
 from zeroshard.io.tensor_file import DTYPE_NAMES
@@ -102,7 +102,7 @@ def summary(reader: Reader, *, tensors: bool) -> dict[str, Any]:
             ]
             for saved in (optimizers if isinstance(optimizers, list) else [])
         ],
-        "extra": sorted(extra) if isinstance(extra := values.get("extra"), dict) else [],
+        "extra": sorted(map(str, saved_extra(manifest))),
         "tied": manifest.tied,
     }
     if tensors:
