@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.kit import Job, same_bits, train, train_reference
-from tests.patience import AT_ONCE
+from tests.patience import AT_ONCE, wait_until
 from zeroshard import testing
+from zeroshard.checkpoint import files
 from zeroshard.comm import joining
 from zeroshard.testing import RankError, run_ranks
 
@@ -103,6 +104,35 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
     with pytest.raises((TimeoutError, RankError), match="1"):
         run_ranks(run, 2, timeout=1.0)
     assert time.monotonic() - start < AT_ONCE
+
+
+def test_no_rank_outlives_a_call_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the time limit of a test, say: the ranks went on for ever."""
+
+    def run(rank: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(10 * AT_ONCE)
+
+    def interrupted(*arguments: object) -> None:
+        wait_until(lambda: len(os.listdir(tmp_path)) == 2)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(testing, "_wait_for_one", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(run, 2)
+    for pid in map(int, os.listdir(tmp_path)):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_rank_ends_when_its_save_in_the_background_is_done(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        sync = files.sync
+        files.sync = lambda file: (time.sleep(0.05), sync(file))[1]
+        zeroshard.save(tmp_path, zeroshard.shard(torch.nn.Linear(3, 3), "ddp"), step=1, background=True)
+
+    run_ranks(run, 2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-1"]
 
 
 @pytest.mark.by_cpu

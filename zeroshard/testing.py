@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from torch._C._distributed_c10d import FileStore
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.errors import Error, InvalidType, InvalidValue, TookTooLong
 from zeroshard.failures import watch
+from zeroshard.failures.whereabouts import SAVES
 
 BACKEND = "gloo"
 """The backend of the groups that `run_ranks` makes."""
@@ -78,16 +80,20 @@ def run_ranks(
         raise InvalidValue(f"run_ranks: expected at least one rank, found {world_size}")
     importlib.import_module("torch._dynamo")  # optimizers import it: do so once before the forks
     with tempfile.TemporaryDirectory(prefix="zeroshard-ranks-") as folder:
-        pids = {}
+        running, caller = dict[int, int](), os.getpid()
         all_done, done = (os.fdopen(file, mode) for file, mode in zip(os.pipe(), "rw", strict=True))
-        for rank in range(world_size):
-            sys.stdout.flush(), sys.stderr.flush()
-            pid = os.fork()
-            if pid == 0:
-                _rank_main(fn, rank, world_size, Path(folder), collective_timeout, args, all_done, done)
-            pids[pid] = rank
-        all_done.close(), done.close()
-        _wait_for(pids, Path(folder), time.monotonic() + timeout)
+        try:
+            for rank in range(world_size):
+                sys.stdout.flush(), sys.stderr.flush()
+                pid = os.fork()
+                if pid == 0:
+                    _rank_main(fn, rank, world_size, Path(folder), collective_timeout, args, all_done, done)
+                running[pid] = rank
+            all_done.close(), done.close()
+            _wait_for(running, Path(folder), time.monotonic() + timeout)
+        finally:  # none is left behind, also if a test's time limit or Control-C ends the wait
+            if os.getpid() == caller:
+                _kill(running)
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world_size)]
 
 
@@ -114,6 +120,9 @@ def _rank_main(
         limit = timedelta(seconds=timeout)
         dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size, timeout=limit)
         result = fn(rank, *args)
+        for thread in threading.enumerate():
+            if thread.name.startswith(SAVES):  # as the interpreter does at its end
+                thread.join()
         _write(folder / f"result-{rank}", _pickled(result))
         _leave_together(all_done, done)
         status = 0
@@ -174,9 +183,8 @@ def _write(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
-def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
-    """Reap all ranks. After a failure, the other ranks have five seconds to end; then they are killed."""
-    running = dict(pids)
+def _wait_for(running: dict[int, int], folder: Path, deadline: float) -> None:
+    """Reap all ranks (pid -> rank). After a failure, the other ranks have five seconds to end; then they are killed."""
     while running and (ended := _wait_for_one(running, deadline)):
         for pid, status in ended.items():
             rank = running.pop(pid)
@@ -190,16 +198,20 @@ def _wait_for(pids: dict[int, int], folder: Path, deadline: float) -> None:
                 _write(folder / f"error-{rank}-{time.monotonic_ns()}", text.encode())
             if status or text:
                 deadline = min(deadline, time.monotonic() + 5.0)
-    stacks = _stacks_of(running, folder)
-    for pid in running:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    stacks, killed = _stacks_of(running, folder), sorted(running.values())
+    _kill(running)
     errors = sorted(folder.glob("error-*"), key=lambda path: int(path.name.split("-")[2]))
     if errors:
         raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text() + stacks)
-    if running:
-        ranks = sorted(running.values())
-        raise TookTooLong(f"ranks {ranks} were still running at the timeout and have been killed{stacks}")
+    if killed:
+        raise TookTooLong(f"ranks {killed} were still running at the timeout and have been killed{stacks}")
+
+
+def _kill(running: dict[int, int]) -> None:
+    while running:
+        pid, _ = running.popitem()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _stacks_of(running: dict[int, int], folder: Path) -> str:

@@ -271,6 +271,17 @@ def test_a_file_system_without_fsync_of_folders(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+def test_a_file_system_that_does_not_tell_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in user space (FUSE) without a call for it: all is zero, and no step was saved for want of space."""
+    zeros = os.statvfs_result((512, 0, 0, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: zeros)
+
+    def check(rank: int) -> None:
+        zeroshard.save(tmp_path, zeroshard.shard(nn.Linear(2, 2), "ddp"), step=1)
+
+    run_ranks(check, 1)
+
+
 def test_space_is_checked_to_the_byte(tmp_path: Path) -> None:
     def check(rank: int) -> int:
         model = nn.Linear(70, 70)

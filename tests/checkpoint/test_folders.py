@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -167,6 +168,24 @@ def test_sweep_leaves_what_a_living_save_holds_and_what_is_not_ours(tmp_path: Pa
     os.close(lock)
     sweep(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [LATEST, "my notes", "step-1"]
+
+
+@pytest.mark.parametrize("call", ["lock_folder", "rename", "remove_file"])
+def test_what_another_user_has_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """An interrupted save of a colleague, in a directory of both: no step was saved there any more."""
+    (tmp_path / "step-9.tmp-ab").mkdir()
+    (tmp_path / "step-9.tmp-ab" / "rank-00000.safetensors").touch()
+    own = getattr(files, call)
+
+    def refuse(path: Path, *others: Path) -> object:
+        if "step-9.tmp-ab" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return own(path, *others)
+
+    monkeypatch.setattr(files, call, refuse)
+    save_steps(tmp_path, [1, 2])
+    assert zeroshard.prune(tmp_path, keep_last=1) == [1]
+    assert list(steps(tmp_path)) == [2] and any(tmp_path.glob("*step-9.tmp-ab*"))
 
 
 def test_an_old_step_counts_until_the_new_one_is_there(tmp_path: Path) -> None:

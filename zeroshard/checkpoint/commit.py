@@ -177,7 +177,7 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Open
     of_files = [size for num_bytes, index_bytes, _ in sizes for size in (num_bytes, index_bytes)]
     of_files.append(len(base.encode()) + sum(part for *_, part in sizes))
     free, needed = files.free_bytes(directory), sum(files.bytes_on_disk(directory, size) for size in of_files)
-    if needed > free:
+    if free is not None and needed > free:
         raise NotWritten(f"{directory} has {free} bytes free, step {base.step} needs {needed}")
     replaces, folder = folders.identity(directory / folders.step_name(base.step)), temporary_folder(directory, base)
     while (lock := _made_and_locked(folder)) is None:

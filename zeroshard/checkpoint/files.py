@@ -149,10 +149,10 @@ def unlock(file: int) -> None:
     os.close(file)
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that a user without privileges can still write there."""
+def free_bytes(path: Path) -> int | None:
+    """Bytes that a user without privileges can still write there; None if the file system does not tell."""
     status = os.statvfs(path)
-    return status.f_bavail * status.f_frsize
+    return status.f_bavail * status.f_frsize if status.f_blocks else None  # FUSE: all zeros if it has no statfs
 
 
 def bytes_on_disk(path: Path, num_bytes: int) -> int:

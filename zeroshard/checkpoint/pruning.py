@@ -28,12 +28,14 @@ _LEFT_OVER = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+|\.trash-.+|\.latest\.tmp-[0
 
 def sweep(directory: Path) -> None:
     """Remove what interrupted saves and removals have left. A step that was moved aside and not replaced gets its name
-    back. Folders that are locked by a running save are not touched. Other processes may do the same."""
+    back. Folders that are locked by a running save are not touched, and what another user has left may have to stay.
+    Other processes may do the same."""
     for name in names_in(directory):
         path = directory / name
         is_left = bool(_LEFT_OVER.fullmatch(name)) or (step_of(name) is not None and ".old-" in name)
         if is_left and not path.is_symlink():
-            with suppress(FileNotFoundError):  # another process has removed or renamed it in the meantime
+            # Another process has removed or renamed it in the meantime, or it is another user's.
+            with suppress(FileNotFoundError, PermissionError):
                 _sweep_one(path)
 
 
