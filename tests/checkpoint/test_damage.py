@@ -38,6 +38,7 @@ from tests.patience import AT_ONCE
 from zeroshard.checkpoint import files, reader
 from zeroshard.checkpoint.index import digest_of
 from zeroshard.checkpoint.manifest import DTYPE_NAMES, MANIFEST_NAME
+from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.testing import run_ranks
 
 PREFIX, MIDDLE = b'{"digest": "', b'", "manifest": '
@@ -526,6 +527,12 @@ def hostile_indices(valid: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
     yield "chunk twice", changed(lambda body: body["tensors"][first].append(body["tensors"][first][0]))
     yield "tensor left out", changed(lambda body: body["tensors"].pop(first))
     yield "tensor of nobody", changed(lambda body: body["tensors"].update(other=body["tensors"].pop(first)))
+    one, other = (valid["tensors"][f"optimizer/{key}/embed.weight"][0] for key in ("exp_avg", "exp_avg_sq"))
+    bytes_of_other = [other[0], *one[1:3], other[3]]  # its own bytes are then nobody's
+    yield (
+        "bytes twice",
+        changed(lambda body: body["tensors"].update({"optimizer/exp_avg/embed.weight": [bytes_of_other]})),
+    )
     yield "tensor of another", changed(lambda body: body["tensors"].update(moved(body["tensors"], first)))
     text = json.dumps(valid).encode()
     yield "duplicate key", text[:-1] + b', "digest": ""}'
@@ -680,6 +687,17 @@ def test_hostile_values_raise_our_error_on_load(saved: Path, tmp_path: Path) -> 
         return bad
 
     assert run_ranks(check, 2) == [[], []]
+
+
+def test_hostile_param_groups_are_refused() -> None:
+    valid: dict[str, Any] = {"class": "SGD", "params": ["weight"], "options": {"lr": 0.1}}
+    assert saved_groups({"groups": [valid]}) == [valid]  # the control
+    for key, value in (("class", 3), ("class", None), ("params", "weight"), ("params", [3]), ("options", [])):
+        with pytest.raises(zeroshard.CheckpointError, match="the manifest's param groups are damaged"):
+            saved_groups({"groups": [valid, {**valid, key: value}]})
+    for saved in (None, [], {"groups": {}}, {"groups": [[]]}, {"groups": [None]}):
+        with pytest.raises(zeroshard.CheckpointError, match="the manifest's param groups are damaged"):
+            saved_groups(saved)
 
 
 def test_dtypes_have_the_names_of_the_library() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -244,6 +245,19 @@ def test_a_late_rank_leaves_nothing_in_the_store(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(meeting, "_PART", 5)
     found, heard = meet(monkeypatch, act, grace=0.0)
     assert found == list(range(7)) and heard == dict.fromkeys(range(1, 7), "")
+
+
+def test_whoever_waits_in_a_meeting_is_woken_by_the_last_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would look again only half a second later, three times in each save."""
+    rung: list[tuple[int, ...]] = []
+
+    def act(one: meeting.Meeting) -> None:
+        one._ring = lambda ranks: rung.append(tuple(ranks))  # type: ignore[method-assign]
+        one.report(one.rank)
+
+    meet(monkeypatch, act)
+    # Rank 0 by the last of 1 and 2, by the last of 3 and 6, and by the last that knows the verdict; 3 by that of 4, 5.
+    assert Counter(rung) == {(0,): 3, (3,): 1, (1, 2, 3, 4, 5, 6): 1}
 
 
 def test_reports_come_by_way_of_others_and_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
