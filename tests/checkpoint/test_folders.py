@@ -148,6 +148,24 @@ def test_a_damaged_step_does_not_push_out_a_good_one(tmp_path: Path, monkeypatch
     assert list(steps(tmp_path)) == [3, 4, 5] and zeroshard.prune(tmp_path, keep_last=3) == []
 
 
+def test_what_a_link_leads_to_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
+    """A step that was moved to another disk, say."""
+    save_steps(tmp_path, [1, 2, 3])
+    moved = (tmp_path / "step-1").rename(tmp_path / "elsewhere")
+    for name in ("step-1", ".trash-step-0-ab"):
+        (tmp_path / name).symlink_to(moved)
+    assert zeroshard.prune(tmp_path, keep_last=1) == [2]
+
+    def check(rank: int) -> None:
+        with pytest.raises(zeroshard.CheckpointError, match="step-1 is no step of a checkpoint"):
+            zeroshard.save(tmp_path, zeroshard.shard(nn.Linear(3, 3), "ddp"), step=1)
+
+    run_ranks(check, 1)
+    assert sorted(os.listdir(tmp_path)) == [".trash-step-0-ab", "elsewhere", LATEST, "step-1", "step-3"]
+    moved.rename(tmp_path / "step-01")
+    assert zeroshard.verify(tmp_path / "step-01").step == 1
+
+
 def test_prune_of_a_directory_that_does_not_exist_raises(tmp_path: Path) -> None:
     assert zeroshard.prune(tmp_path) == []
     for work in (zeroshard.prune, pruning.to_prune):

@@ -232,6 +232,43 @@ def test_the_state_of_another_class_needs_its_name(tmp_path: Path) -> None:
             assert import_dcp(folder, run, step=0, optimizer_class=name).left_out == ()
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_state_of_a_parameter_of_one_number_is_what_its_class_makes_of_it(tmp_path: Path) -> None:
+    """Moments and the count of steps look alike in the folder."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            (model(torch.tensor(1.0 + step)) ** 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = Scaled()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, optimizer, range(2))
+    weights, state = get_state_dict(plain, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_dcp(tmp_path / "dcp", tmp_path / "steps", step=2)
+    train(plain, optimizer, range(2, 4))
+
+    def check(rank: int, plan: str) -> None:
+        handle = zeroshard.shard(model := Scaled(), plan)
+        sharded = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+        zeroshard.load(tmp_path / "steps", handle, sharded)
+        train(model, sharded, range(2, 4))
+        assert torch.equal(handle.full_state_dict()["scale"], plain.scale)
+
+    for plan in ("ddp", "zero3"):
+        run_ranks(check, 2, plan)
+
+
 def test_what_torch_keeps_in_param_groups_is_imported(tmp_path: Path) -> None:
     """A set refused the whole import, and a dtype was left out, though a checkpoint can hold both."""
     options = {
