@@ -106,6 +106,18 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
     assert time.monotonic() - start < AT_ONCE
 
 
+def test_ranks_that_do_not_end_after_a_failure_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> None:
+        assert rank == 1, "first"
+        time.sleep(2 * AT_ONCE)
+
+    monkeypatch.setattr(testing, "_OTHERS_SECONDS", 0.1)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 0 raised.*first.*rank 1 has been killed here"):
+        run_ranks(run, 2)
+    assert time.monotonic() - start < AT_ONCE
+
+
 def test_no_rank_outlives_a_call_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the time limit of a test, say: the ranks went on for ever."""
 

@@ -40,6 +40,8 @@ _SHOW_STACKS: int | None = getattr(signal, "SIGRTMAX", None)
 """At this signal a rank writes where each of its threads is; None where the system has no such signals."""
 _STACKS_SECONDS = 1.0
 """How long they have for that."""
+_OTHERS_SECONDS = 5.0
+"""How long the other ranks have to end after one has failed."""
 
 
 class RankError(Error, RuntimeError):
@@ -184,7 +186,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _wait_for(running: dict[int, int], folder: Path, deadline: float) -> None:
-    """Reap all ranks (pid -> rank). After a failure, the other ranks have five seconds to end; then they are killed."""
+    """Reap all ranks (pid -> rank). The others of one that has failed are killed if they do not end soon."""
     while running and (ended := _wait_for_one(running, deadline)):
         for pid, status in ended.items():
             rank = running.pop(pid)
@@ -197,7 +199,7 @@ def _wait_for(running: dict[int, int], folder: Path, deadline: float) -> None:
             if text:
                 _write(folder / f"error-{rank}-{time.monotonic_ns()}", text.encode())
             if status or text:
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
     stacks, killed = _stacks_of(running, folder), sorted(running.values())
     _kill(running)
     errors = sorted(folder.glob("error-*"), key=lambda path: int(path.name.split("-")[2]))

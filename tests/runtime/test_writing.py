@@ -22,6 +22,7 @@ import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import DEVICE, PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, travelling
 from tests.together import on_ranks
+from zeroshard.checkpoint import Reader
 from zeroshard.placement import Plan
 from zeroshard.storage.weights import Weights
 from zeroshard.testing import run_ranks
@@ -320,6 +321,27 @@ def test_values_that_are_set_by_a_call_inside(
 
     with travelling(transport):
         run_ranks(check, num_ranks)
+
+
+def test_main_is_not_read_while_weights_are_written(tmp_path: Path) -> None:
+    """It is the old one until the end of the block, under ZeRO-3: what was saved inside had none of what was written,
+    in silence."""
+
+    def check(rank: int) -> None:
+        for plan in ("ddp", "zero3"):
+            handle = zeroshard.shard(model := nn.Linear(2, 2), plan)
+            for read in (lambda: zeroshard.save(tmp_path, handle, step=1), lambda: handle.full_state_dict(main=True)):  # noqa: B023
+                with handle.unsharded(write=True), torch.no_grad():
+                    model.weight.fill_(7)
+                    with pytest.raises(RuntimeError, match="before or after the block"):
+                        read()
+                    with handle.unsharded():
+                        assert handle.full_state_dict()["weight"].eq(7).all()
+                read()
+            with Reader(tmp_path / "step-1") as reader:
+                assert reader.tensor("model/weight").eq(7).all()
+
+    run_ranks(check, 2)
 
 
 @on_ranks(2)

@@ -49,6 +49,7 @@ from zeroshard.comm.ranges import phase
 from zeroshard.comm.together import tell_together, together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.failures.whereabouts import SAVES
+from zeroshard.full_model.unsharded import expect_none_written
 from zeroshard.handle import Handle
 from zeroshard.io.logger import LOGGER, tell
 from zeroshard.model.right_call import expect_handle
@@ -244,6 +245,7 @@ class _Save:
         self.engine.finish_background()  # here, as some ranks may have been told of its error, by a `wait`
         folders.expect_step(self.step)
         self.engine.expect_no_gradients("save")
+        expect_none_written(self.engine.units, "a save")
         expect_stateful(self.extra)
         names, rank = names_of(self.engine), self.engine.collectives.mesh.world.rank
         expect_of_engine(self.optimizers, self.engine)

@@ -64,7 +64,7 @@ def saved_extra(manifest: Manifest) -> list[Any]:
         CheckpointError: they are damaged.
     """
     try:
-        found = decode(manifest.values.get("extra", {}), lambda name: torch.empty(0))
+        found = decode(manifest.values.get("extra", {}), lambda name: torch.empty(0, device="cpu"))
     except RecursionError:
         raise CheckpointError("the manifest's extra is damaged") from None
     return [*found] if isinstance(found, dict) else []

@@ -62,6 +62,8 @@ EVERYWHERE = Destination()
 @phase("full state")
 def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[str, Tensor]:
     """See `Handle.full_state_dict`."""
+    if main:
+        expect_none_written(engine.units, "full_state_dict(main=True)")
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     engine.collectives.num_reads += 1

@@ -209,8 +209,8 @@ def expect_no_block(units: Sequence[Unit], what: str) -> None:
 
 
 def expect_none_written(units: Sequence[Unit], what: str) -> None:
-    """Called before the engine sets values itself: at the end of a scope that is open for writing, main follows the
-    weights, and would be rounded to them. Weights that rest in shards would be gone.
+    """Called before the engine reads main or sets values itself. At the end of a scope that is open for writing, main
+    follows the weights: until then it may be the old one, and what is set would be rounded to them, or gone.
 
     Raises:
         RuntimeError: there is such a scope.
