@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,38 @@ def test_a_file_system_without_fsync_of_folders(tmp_path: Path) -> None:
             assert zeroshard.prune(tmp_path / "new" / "steps") == [1]
 
     run_ranks(check, 2)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre, say, mounted without the option: `prune`, and any other save, removed the folder of a save in progress,
+    which failed. What an interrupted save has left is removed later."""
+
+    def refuse(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+
+    def check(rank: int) -> None:
+        handle, others, pruned, create = zeroshard.shard(nn.Linear(2, 2), "ddp"), [], threading.Event(), files.create
+        for name in ("step-1.tmp-ab", "step-2.old-ab", ".trash-step-3-ab"):
+            others.append(tmp_path / name)
+            others[-1].mkdir()
+            (others[-1] / "manifest.json").touch(), (others[-1] / "rank-00000.safetensors").touch()
+        files.create = lambda path: (pruned.wait(), create(path))[1]
+        saving = zeroshard.save(tmp_path, handle, step=4, background=True)
+        zeroshard.prune(tmp_path)
+        assert [one.exists() for one in others] == [True, True, False]
+        pruned.set()
+        saving.wait()
+        an_hour = time.time() - 3700
+        for one in others[:2]:
+            for path in (*one.iterdir(), one):
+                os.utime(path, (an_hour, an_hour))
+        monkeypatch.setattr(time, "time", lambda: an_hour + 7400)  # nobody can set the time of the rename
+        zeroshard.prune(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == ["latest", "step-4"]
+
+    run_ranks(check, 1)
 
 
 def test_a_file_system_that_does_not_tell_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

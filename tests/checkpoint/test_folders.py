@@ -335,8 +335,9 @@ def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
         state = handle.full_state_dict()
         with pytest.raises(ValueError, match="the ranks save different steps"):
             zeroshard.save(tmp_path, handle, step=rank)
-        with pytest.raises(ValueError, match="step must be an integer from 0"):
-            zeroshard.save(tmp_path, handle, step=-1)
+        for step in (-1, 10**15, True, 1.0, "1"):
+            with pytest.raises(ValueError, match="step must be an integer from 0"):
+                zeroshard.save(tmp_path, handle, step=step)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"extra\['bad'\]\['function'\] is of type function"):
             zeroshard.save(tmp_path, handle, step=1, extra={"bad": Bad()})
         (tmp_path / "file").write_text("x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,6 +140,22 @@ def lock_folder(path: Path) -> int | None:
     except OSError:
         pass  # a file system without locks
     return file
+
+
+def has_locks(file: int) -> bool:
+    """Whether the lock of `lock_folder` keeps others away: not every file system has locks (Lustre as it is often
+    mounted)."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no effect: it is locked already
+    except OSError:
+        return False
+    return True
+
+
+def seconds_since_change(folder: Path) -> float:
+    """Since the folder or a file in it was last written to or renamed, by the clock of this host."""
+    found = [path.stat() for path in (folder, *folder.iterdir())]
+    return time.time() - max(max(one.st_mtime, one.st_ctime) for one in found)
 
 
 def unlock(file: int) -> None:

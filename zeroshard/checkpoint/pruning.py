@@ -15,7 +15,6 @@ from zeroshard.checkpoint.folders import (
     latest,
     names_in,
     new_id,
-    step_name,
     step_of,
     steps,
     why_none,
@@ -24,6 +23,10 @@ from zeroshard.checkpoint.manifest import CheckpointError
 from zeroshard.errors import InvalidValue
 
 _LEFT_OVER = re.compile(r"step-[0-9]+\.tmp-[0-9a-f]+|\.trash-.+|\.latest\.tmp-[0-9a-f]+")
+
+
+_IN_USE_SECONDS = 3600.0
+"""Where a file system has no locks, a save whose folder has changed since then may be in progress."""
 
 
 def sweep(directory: Path) -> None:
@@ -46,9 +49,13 @@ def _sweep_one(path: Path) -> None:
         try:
             # Looked up under the lock: whoever replaces a step holds it until the new one has the name.
             step = step_of(path.name)
-            if step is not None and steps(path.parent).get(step) == path:
+            stands_in = step is not None and steps(path.parent).get(step) == path
+            may_be_in_use = stands_in or (path.name.startswith("step-") and ".tmp-" in path.name)
+            if may_be_in_use and not files.has_locks(lock) and files.seconds_since_change(path) < _IN_USE_SECONDS:
+                return
+            if stands_in:
                 with _until_later():  # there is a folder of that name without a manifest
-                    files.rename(path, path.with_name(step_name(step)))
+                    files.rename(path, path.with_name(path.name.partition(".old-")[0]))
                     files.sync_folder(path.parent)
             else:
                 _remove(path)
