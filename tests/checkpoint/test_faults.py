@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import stat
@@ -20,7 +21,7 @@ import zeroshard
 from tests.checkpoint.common import FULL, Run, read_all, same_bits, seed_all
 from tests.checkpoint.faults import Ranks, disk_with, faulty, left_over
 from tests.patience import AT_ONCE
-from zeroshard.checkpoint import files, folders
+from zeroshard.checkpoint import files, folders, publishing
 from zeroshard.checkpoint.folders import find, steps
 from zeroshard.testing import run_ranks
 
@@ -234,6 +235,35 @@ def test_a_full_disk(saved: tuple[Path, Any, Any], tmp_path: Path) -> None:
 
     assert run_ranks(check, 2) == [[], []]
     assert problems_after(tmp_path / "old", old, new, "new folder") == []
+
+
+def test_an_interrupt_stays_one_and_the_other_ranks_are_told(tmp_path: Path) -> None:
+    """Control-C on one rank, in each part of a save."""
+
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(nn.Linear(2, 2), "zero1")
+        for step, (victim, module, name, told) in enumerate(
+            [
+                (1, files, "write", "step 0 was not saved: rank 1: KeyboardInterrupt"),
+                (0, files, "write", "step 1 was not saved: rank 0: KeyboardInterrupt"),
+                (0, publishing, "publish", "step 2 was not saved: KeyboardInterrupt"),
+                (0, publishing, "set_latest", "step 3 is in place, but rank 0 failed .*: KeyboardInterrupt"),
+            ]
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == victim:
+                    patch.setattr(module, name, interrupted)
+                with pytest.raises(KeyboardInterrupt if rank == victim else zeroshard.CheckpointError) as caught:
+                    zeroshard.save(tmp_path, handle, step=step)
+            assert rank == victim or re.search(told, str(caught.value))
+        handle.engine.collectives.exchange_objects(None)
+        assert sorted(os.listdir(tmp_path)) == ["step-3"]
+        zeroshard.save(tmp_path, handle, step=3)
+
+    run_ranks(check, 2)
 
 
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
