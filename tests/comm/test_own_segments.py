@@ -14,7 +14,9 @@ from torch import nn
 import zeroshard
 from tests.kit import PLANS
 from tests.together import on_ranks
-from zeroshard.ranks.shared_memory import SharedMemory, _Own
+from zeroshard.errors import SystemRefused
+from zeroshard.ranks.shared_memory import NOWHERE, Location, SharedMemory, _Own
+from zeroshard.ranks.trial import Probe
 from zeroshard.testing import run_ranks
 
 
@@ -101,3 +103,21 @@ def test_no_file_of_a_unit_stays_open_and_a_limit_of_files_is_told() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, sizes)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.by_gloo
+def test_a_limit_at_the_trial_is_told_and_a_sandbox_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has no such memory, ranks exchange messages; a limit of this process is the user's to raise."""
+
+    def raises(error: Exception) -> None:
+        def create(shared: SharedMemory, num_bytes: int) -> tuple[int, int]:
+            raise error
+
+        monkeypatch.setattr(SharedMemory, "create", create)
+
+    raises(SystemRefused("this process has 9 open files, as many as it may"))
+    with pytest.raises(SystemRefused, match="as many as it may"):
+        Probe(SharedMemory(), 0, 2)
+    raises(PermissionError())
+    probe = Probe(SharedMemory(), 0, 2)
+    assert Location(*probe.card()[2:]) == NOWHERE and not probe.answer([probe.card()] * 2)
