@@ -38,7 +38,7 @@ def close(engine: Engine, destination: Destination) -> None:
     another call goes on with the unit that this one was at."""
     if engine.life is Life.OPEN:
         engine.gatherer.finish()
-        engine.life = engine.life.after("close")
+        engine.life = Life.CLOSING
     try:
         for owner in engine.claims.owners():
             owner.let_go()

@@ -281,7 +281,7 @@ class Engine(NotCopied):
     @phase("park")
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
-        parked = self.life.after("park")
+        self.life.expect_open("park")
         self.expect_no_backward("park").hooks.schedule.expect_to_begin()
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
@@ -291,16 +291,16 @@ class Engine(NotCopied):
         self.pool.empty()
         owners = self.claims.owners()
         self._parking.copy(self.units, owners, device)
-        self.life = parked  # `unpark` can undo all that follows, wherever it is interrupted
+        self.life = Life.PARKED  # `unpark` can undo all that follows, wherever it is interrupted
         self._parking.empty(self.units, owners)
 
     @torch.no_grad()
     @phase("unpark")
     def unpark(self) -> None:
         """See `Handle.unpark`."""
-        opened = self.life.after("unpark")
+        self.life.expect_parked("unpark")
         self._parking.unpark()
-        self.life = opened
+        self.life = Life.OPEN
         self.gatherer.settle()
         # After this exchange all peers have read this rank's shards, which lie in shared memory: the user may write.
         self.collectives.exchange_objects(None)
@@ -377,9 +377,9 @@ class Engine(NotCopied):
     @torch.no_grad()
     def abandon(self) -> None:
         """See `Handle.abandon`."""
-        if self.life.is_over:
+        if self.life.is_over:  # teardown code may call this at any time, also twice
             return
-        self.life = self.life.after("abandon")
+        self.life = Life.ABANDONED
         # [Note: nobody waits for what was abandoned]
         # A collective whose data gloo has to receive waits for the peers when it is dropped (`Pending.__del__`), unless
         # `failed` is set. The peers may not come any more, so set it before anything is dropped.

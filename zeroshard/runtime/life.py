@@ -7,7 +7,6 @@ OPEN, PARKED, CLOSING --abandon()--> ABANDONED
 from __future__ import annotations
 
 from enum import Enum
-from typing import Literal
 
 from zeroshard.errors import InvalidState
 
@@ -37,24 +36,8 @@ class Life(Enum):
         if self is Life.PARKED:
             raise InvalidState(f"{what}: this handle is parked; call unpark() first")
 
-    def after(self, what: Literal["park", "unpark", "close", "abandon"]) -> Life:
-        """The state after that call.
-
-        Raises:
-            RuntimeError: the call is not possible in this state.
-        """
-        if what == "abandon":
-            return self if self.is_over else Life.ABANDONED  # teardown code may call it at any time, also twice
-        begins, ends = _EDGES[what]
-        if begins is Life.OPEN:
-            self.expect_open(what)
-        if self is not begins:
-            raise InvalidState(f"{what}: this handle is not {begins.value}")
-        return ends
-
-
-_EDGES = {
-    "park": (Life.OPEN, Life.PARKED),
-    "unpark": (Life.PARKED, Life.OPEN),
-    "close": (Life.OPEN, Life.CLOSING),
-}
+    def expect_parked(self, what: str) -> None:
+        """Raises:
+        RuntimeError: the handle is not parked."""
+        if self is not Life.PARKED:
+            raise InvalidState(f"{what}: this handle is not parked")
