@@ -21,7 +21,7 @@ Slots = dict[Unit, set[int]]
 
 
 class Freezing:
-    """`requires_grad` of the units of one model. The values at construction count as agreed.
+    """`requires_grad` of the units of one model. What reductions sum is what the ranks have agreed on.
 
     Attributes:
         num_changes: how often the ranks have agreed on a change.
@@ -30,14 +30,12 @@ class Freezing:
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self.num_changes = 0
         self._units, self._collectives = units, collectives
-        self._agreed = self._trained()
         collectives.messages.introduce(_POINT)
 
     def has_changed(self) -> bool:
         """Whether, on this rank, `requires_grad` has changed since the last agreement, or a frozen slot still takes
         part."""
-        trained = self._trained()
-        return trained != self._agreed or any(unit.grads.summed != slots for unit, slots in trained.items())
+        return any(unit.grads.summed != slots for unit, slots in self._trained().items())
 
     def agree(self) -> Slots:
         """Agree with the other ranks. Collective. Returns the slots that reductions sum from now on.
@@ -84,7 +82,6 @@ class Freezing:
     def apply(self, slots: Slots) -> None:
         """Sum exactly these slots from now on, as agreed."""
         self.num_changes += 1
-        self._agreed = self._trained()
         for unit, of_unit in slots.items():
             unit.grads.sum_only(of_unit)
 
