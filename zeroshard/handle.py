@@ -41,7 +41,6 @@ from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.timeline import Timeline
-from zeroshard.storage.unit import Unit
 
 _HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
 """Parameter -> weak reference to the handle that owns its data. Global, because `shard` and optimizers are given bare
@@ -110,12 +109,9 @@ class Handle(NotTheModel, NotCopied):
 
     def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
         """Like `no_sync`, without a block: False begins it, True ends it. (The name is FSDP2's.)"""
-        reducer = self._open("set_requires_gradient_sync").reducer
-        units = frozenset(self._units_of(parts, "set_requires_gradient_sync"))
+        reducer = self.engine.check_open("set_requires_gradient_sync").reducer
+        units = frozenset(units_of(parts, self.engine, "set_requires_gradient_sync"))
         reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
-
-    def _units_of(self, parts: Sequence[Part], what: str) -> Sequence[Unit]:
-        return units_of(parts, self.model, self.engine.units, what) if parts else self.engine.units
 
     def join(
         self, *others: Handle, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
@@ -138,7 +134,7 @@ class Handle(NotTheModel, NotCopied):
         Raises:
             ValueError: the handles have different ranks; or the plan is OPTIMIZER_ONLY.
         """
-        engines = [handle._open("join") for handle in (self, *others)]
+        engines = [handle.engine.check_open("join") for handle in (self, *others)]
         for engine in engines:
             if engine.plan.external_gradients:
                 raise InvalidValue(
@@ -166,7 +162,8 @@ class Handle(NotTheModel, NotCopied):
             ValueError: the model does not have one of the parts; or ranks have written different values.
             RuntimeError: a parameter was written to without `write`.
         """
-        engine, units = self._open("unsharded").before_scope(), self._units_of(parts, "unsharded")
+        engine = self.engine.check_open("unsharded").before_scope()
+        units = units_of(parts, engine, "unsharded")
         if write or modifier_rank is not None:
             return written(units, engine, modifier_rank)
         return unsharded(units, engine)
@@ -181,7 +178,7 @@ class Handle(NotTheModel, NotCopied):
             ValueError: no trainable parameter of that name.
             RuntimeError: no gradient has been reduced.
         """
-        return full_gradient(self._open("gradient"), name)
+        return full_gradient(self.engine.check_open("gradient"), name)
 
     @torch.no_grad()
     def set_gradient(self, name: str, values: Tensor) -> None:
@@ -192,19 +189,20 @@ class Handle(NotTheModel, NotCopied):
             ValueError: no trainable parameter of that name; values of another shape, or not the same on every rank.
             RuntimeError: its unit has gradients that are only accumulated (`no_sync`); or losses have weights.
         """
-        set_full_gradient(self._open("set_gradient"), name, values)
+        set_full_gradient(self.engine.check_open("set_gradient"), name, values)
 
     @torch.no_grad()
     def main_parts(self) -> list[Tensor]:
         """This rank's part of main: one 1-D tensor per trainable unit, in main's dtype. The tensors are views of main,
         or copies if main is kept as a remainder. Use them for elementwise work such as averages, at 1/d of the
         memory."""
-        return [unit.main.read(unit.updated) for unit in self._open("main_parts").trained_units("main_parts")]
+        units = self.engine.check_open("main_parts").trained_units("main_parts")
+        return [unit.main.read(unit.updated) for unit in units]
 
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
         """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
-        engine = self._open("set_main_parts")
+        engine = self.engine.check_open("set_main_parts")
         expect_none_written(engine.units, "set_main_parts")
         units = engine.trained_units("set_main_parts")
         engine.gatherer.settle()
@@ -220,7 +218,7 @@ class Handle(NotTheModel, NotCopied):
         """Make buffers, such as the running statistics of batch norm, equal on all ranks: floating-point buffers become
         their mean, others take rank 0's values. Without this call every rank keeps its own. Collective; a ValueError
         if ranks have buffers of other names, shapes or dtypes."""
-        engine = self._open("average_buffers")
+        engine = self.engine.check_open("average_buffers")
         collectives = engine.collectives
         buffers = engine.plain.buffers()
         expect_same_model(collectives, of_buffers(buffers), "average_buffers()")
@@ -240,7 +238,7 @@ class Handle(NotTheModel, NotCopied):
         `forward_features` that adds `self.position`). Methods that only call other modules need no registration. (The
         name is FSDP2's.)
         """
-        engine = self._open("register_forward_method")
+        engine = self.engine.check_open("register_forward_method")
         engine.hooks.wrap(module, name, engine.before_forward if module is engine.model else None)
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -257,7 +255,7 @@ class Handle(NotTheModel, NotCopied):
             device: of the returned tensors, "cpu" for example; None: the model's. At most one unit at a time is in full
                 on the model's device.
         """
-        engine = self._open("full_state_dict")
+        engine = self.engine.check_open("full_state_dict")
         state = full_state(engine, Destination(rank0_only, device), main=main)
         engine.pool.rest()
         return state
@@ -281,7 +279,7 @@ class Handle(NotTheModel, NotCopied):
             ValueError: on every rank, before anything has been changed: missing or unexpected names; other shapes;
                 parameters whose values differ between ranks.
         """
-        engine = self._open("load_full_state_dict")
+        engine = self.engine.check_open("load_full_state_dict")
         return load_full_state(engine, state_dict, strict=strict, from_rank0=broadcast_from_rank0)
 
     # Looking -----------------------------------------------------------------------------------------------------
@@ -289,7 +287,7 @@ class Handle(NotTheModel, NotCopied):
     def find_reads(self) -> AbstractContextManager[Any]:
         """A block in which reads of absent parameters by C++ code or `torch.func` transforms raise too; elsewhere they
         return NaN. For this thread only; costs about ten microseconds per operation."""
-        return ReadsRaise(self._open("find_reads").units)
+        return ReadsRaise(self.engine.check_open("find_reads").units)
 
     def summary(self) -> str:
         """A table to print: for each unit its number of parameters, dtype and resting placement of weights, gradients
@@ -312,7 +310,7 @@ class Handle(NotTheModel, NotCopied):
         """A block, for example of one step, of which this rank records when each gather, reduction, wait, forward,
         backward and batch of the step begins and ends: `with handle.timeline() as timeline:`. Like torch's profiler it
         records the whole process, and one block at a time. Not collective; the results do not change."""
-        engine = self._open("timeline")
+        engine = self.engine.check_open("timeline")
         return Timeline(mesh := engine.collectives.mesh, f"rank {mesh.world.rank}: {in_one_line(engine)}")
 
     # Life cycle --------------------------------------------------------------------------------------------------
@@ -329,7 +327,7 @@ class Handle(NotTheModel, NotCopied):
         """
         if self.engine.life.is_over:
             return
-        destination, engine = give_back.destination_of(rank0_only, device), self._open("close")
+        destination, engine = give_back.destination_of(rank0_only, device), self.engine.check_open("close")
         expect_no_block(engine.units, "close")
         finish = engine.expect_no_backward("close").finish_background
         # Some ranks may have been told of its error already, by a `wait`.
@@ -366,14 +364,6 @@ class Handle(NotTheModel, NotCopied):
     def unpark(self) -> None:
         """Undo `park`. Collective."""
         self.engine.unpark()
-
-    def _open(self, what: str) -> Engine:
-        """The engine.
-
-        Raises:
-            RuntimeError: closed, abandoned or parked.
-        """
-        return self.engine.check_open(what)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self.engine.running.expect_whole("model.state_dict")

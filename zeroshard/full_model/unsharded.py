@@ -38,14 +38,16 @@ _WRITE_THE_SAME = (
 )
 
 
-def units_of(parts: Sequence[Part], model: nn.Module, units: Sequence[Unit], what: str) -> list[Unit]:
-    """The units that hold parameters of these parts of the model.
+def units_of(parts: Sequence[Part], engine: Engine, what: str) -> Sequence[Unit]:
+    """The units that hold parameters of these parts of the model; all units if none is given.
 
     Raises:
         ValueError: the model does not have one of the parts.
     """
-    wanted = {id(parameter) for part in parts for parameter in _parameters_of(part, model, what)}
-    return [unit for unit in units if wanted & {id(p) for p in unit.parameters}]
+    if not parts:
+        return engine.units
+    wanted = {id(parameter) for part in parts for parameter in _parameters_of(part, engine.model, what)}
+    return [unit for unit in engine.units if wanted & {id(p) for p in unit.parameters}]
 
 
 def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.autograd import forward_ad
@@ -30,10 +31,12 @@ def with_tangents(tensors: list[Tensor]) -> list[Tensor]:
     return [*tensors, *(one for one in tangents if one is not None and one.grad_fn is not None)]
 
 
-def outside_transforms() -> AbstractContextManager[Any]:
-    """A scope outside of all transforms."""
+def in_plain_torch() -> AbstractContextManager[Any]:
+    """A scope for the engine's own operations: outside of all transforms, else outside of modes of the user's. (A
+    `TorchFunctionMode`, as those of nncf, which puts masked weights in the place of weights, is for the model's
+    operations: `parameter.data = ...` would go to another tensor.)"""
     if not under_transform():
-        return nullcontext()
+        return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # slow to import
 
     return temporarily_clear_interpreter_stack()

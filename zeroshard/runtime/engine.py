@@ -21,7 +21,7 @@ from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
 from zeroshard.model.right_call import expect_no_ddp_around, expect_no_recording
-from zeroshard.model.transforms import outside_transforms
+from zeroshard.model.transforms import in_plain_torch
 from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
 from zeroshard.runtime.freezing import Freezing
@@ -324,7 +324,7 @@ class Engine(NotCopied):
         if orders is not None and not in_use:
             orders.before_forward()
         self.collectives.num_reads += not in_use  # in a scope, one rank may call the model alone
-        with outside_transforms():
+        with in_plain_torch():
             self.expect_known_parameters(also_added=torch.is_grad_enabled())
             self.plain.is_known = torch.is_grad_enabled()
             # `unfreeze` is collective. Inside `unsharded` one rank may call the model alone, and in a backward only one

@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch, outsi
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
-from zeroshard.model.transforms import outside_transforms, under_transform
+from zeroshard.model.transforms import in_plain_torch, under_transform
 from zeroshard.runtime.calls import Around, Needed
 from zeroshard.runtime.schedule import Schedule, expect_no_transform, refuse_inside_of_backward
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
@@ -185,21 +184,11 @@ def _before(
             with schedule.running.lock:
                 begin()
                 schedule.begin_trail()
-        if not under_transform():
-            with schedule.running.lock, _outside_modes():
-                schedule.before_module(module, needed, (args, kwargs))
-            return
         expect_no_transform(needed.units)
-        with schedule.running.lock, outside_transforms():
+        with schedule.running.lock, in_plain_torch():
             schedule.before_module(module, needed, (args, kwargs))
 
     return hook
-
-
-def _outside_modes() -> AbstractContextManager[object]:
-    """A mode of the user's (`TorchFunctionMode`, as those of nncf, which puts masked weights in the place of weights)
-    is for the model's operations, not for ours: `parameter.data = ...` would go to another tensor."""
-    return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else nullcontext()
 
 
 def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any, Any], Any]:
@@ -207,12 +196,9 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any,
 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not under_transform():
-            with schedule.running.lock, _outside_modes():
-                found = schedule.after_module(module, needed, (args, kwargs), output)
-        else:
-            with schedule.running.lock, outside_transforms():
-                found = schedule.after_module(module, needed, (args, kwargs), output, transformed=True)
+        transformed = under_transform()
+        with schedule.running.lock, in_plain_torch():
+            found = schedule.after_module(module, needed, (args, kwargs), output, transformed=transformed)
         return None if found is output else found
 
     return hook
@@ -271,7 +257,7 @@ def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> 
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not first.training:
-            with schedule.running.lock, outside_transforms():
+            with schedule.running.lock, in_plain_torch():
                 schedule.gatherer.show_ahead(units)
 
     return hook
@@ -281,7 +267,7 @@ def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module,
     @OutsideGraphs
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # They are still shown if the module has raised before it called the submodule.
-        with schedule.running.lock, outside_transforms():
+        with schedule.running.lock, in_plain_torch():
             schedule.gatherer.put_away(units)
 
     return hook

@@ -110,9 +110,7 @@ class Schedule(NotCopied):
             self._return_to(units)
         self.gatherer.enter(units, needed.gathers)
 
-    def after_module(
-        self, module: nn.Module, needed: Needed, inputs: Any, output: Any, *, transformed: bool = False
-    ) -> Any:
+    def after_module(self, module: nn.Module, needed: Needed, inputs: Any, output: Any, *, transformed: bool) -> Any:
         """Hide units that no forward needs any more, and hook the outputs that they have made: backward gathers the
         units again when it reaches these. See [Note: who made an output]. Returns the output, without views of their
         weights. `transformed`: a transform is active, which runs its own backward at once."""
