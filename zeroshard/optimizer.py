@@ -291,7 +291,7 @@ class ShardedOptimizer(TorchOptimizer):
         if self._is_built:
             self.scaling.clear()
             self.agreement.used_up = False
-            self.engine.hooks.schedule.abandon_backward()
+            self.engine.schedule.abandon_backward()
             self._discard_gradients()
 
     def _discard_gradients(self, *, by_step: bool = False) -> None:
@@ -415,7 +415,7 @@ def scaled_loss(
         raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")
     if not loss.requires_grad:
         raise InvalidState("the loss has no graph: was forward run under no_grad, or are all parameters frozen?")
-    engine.hooks.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
+    engine.schedule.expect_to_begin()  # before the loss counts: it forgets those of one that raised
     with optimizer.scaling.backward(scaler, weight, anew=engine.begins_anew()) as factor:
         scaled = loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
         is_plain = not arguments.keys() - {"retain_graph"}

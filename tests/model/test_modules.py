@@ -43,7 +43,7 @@ from tests.together import Together, in_turn, on_ranks
 from zeroshard.model.trees import replace_tensors, tensors_in, tensors_kept_by
 from zeroshard.placement import Plan
 from zeroshard.reference import Reference
-from zeroshard.runtime.calls import Needed
+from zeroshard.runtime.needs import Needed
 from zeroshard.testing import RankError, run_ranks
 
 CAN_COMPILE = shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").exists()
@@ -637,7 +637,7 @@ def test_modules_inside_a_unit_are_called_alone(rank: int) -> None:
                     hook = model.parts[1].two[0].register_forward_pre_hook(partial(raises, fails))
                     with pytest.raises(fails):
                         model(inputs[rank])
-                    assert not handles[plan].engine.hooks.schedule.running
+                    assert not handles[plan].engine.schedule.running
                     assert not any(unit.weights.in_use for unit in handles[plan].engine.units)
                     with torch.no_grad():  # the unit has raised, and its parts can be called
                         assert torch.equal(model.parts[1].one(inputs[0]), expected.parts[1].one(inputs[0])) or step

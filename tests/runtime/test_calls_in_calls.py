@@ -154,7 +154,7 @@ class AtReturn:
         self.number, self.call = number, call
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "c_return" and frame.f_code.co_name in ("come_first", "hide_last"):
+        if event == "c_return" and frame.f_code.co_name in ("come_first", "gather_first", "hide_last"):
             self.number -= 1
             if self.number == 0:
                 sys.setprofile(None)

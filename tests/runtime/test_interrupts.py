@@ -16,7 +16,7 @@ from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
 from zeroshard.full_model import give_back
-from zeroshard.runtime import calls, hooks, schedule
+from zeroshard.runtime import hooks, needs, schedule
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.life import Life
 from zeroshard.runtime.plain_model import PlainModel
@@ -73,7 +73,7 @@ IN_SHARD: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a unit is made": lambda patch: interrupt(patch, Unit, "write_slots", 2),
     "its parameters are given up": lambda patch: interrupt(patch, Unit, "take_over", 2),
     "casts are there": lambda patch: interrupt(patch, hooks, "_around_lookers"),
-    "some modules have hooks": lambda patch: interrupt(patch, calls.Around, "attach", 3),
+    "some modules have hooks": lambda patch: interrupt(patch, needs.Around, "attach", 3),
     "a module has one of two hooks": lambda patch: interrupt(patch, nn.Module, "register_forward_hook", 6),
     "a frozen parameter has hooks": lambda patch: interrupt(patch, hooks, "_before_gradient", 4),
     "all is there": lambda patch: interrupt(patch, of_handle, "claim_parameters"),
@@ -117,7 +117,7 @@ IN_CLOSE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "its weights are free": lambda patch: interrupt(patch, Gradients, "free", 2),
     "its main is free": lambda patch: interrupt(patch, MainWeights, "free", 2),
     "one of its parameters has its values": lambda patch: interrupt(patch, give_back, "give", 4),
-    "a module has lost its hooks": lambda patch: interrupt(patch, calls.Around, "_reset_call", 2),
+    "a module has lost its hooks": lambda patch: interrupt(patch, needs.Around, "_reset_call", 2),
     "no unit is left": lambda patch: interrupt(patch, Engine, "_hold"),
 }
 
@@ -251,7 +251,7 @@ def test_after_an_interrupt_at_the_end_of_backward_its_gradients_are_discarded(r
                     with pytest.raises(KeyboardInterrupt):
                         loss_of(handle.model, 7).backward()
                 with pytest.MonkeyPatch.context() as patch:
-                    interrupt(patch, handle.engine.hooks.schedule.reducer, "abandon_backward")
+                    interrupt(patch, handle.engine.schedule.reducer, "abandon_backward")
                     with pytest.raises(KeyboardInterrupt):
                         optimizer.zero_grad()
             results.append(train(handle, optimizer))

@@ -119,7 +119,7 @@ def _same(reader: Reader, one: TensorEntry, other: TensorEntry) -> bool:
 
 def model_entries(engine: Engine) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name -> shape and dtype of all tensors that `save` would write for the model."""
-    whole = engine.unsharded_state() | engine.untaken
+    whole = {**engine.unsharded_state(), **engine.untaken}
     entries = {name: (tuple(value.shape), value.dtype) for name, value in whole.items()}
     for unit in engine.units:
         dtype = unit.main.dtype

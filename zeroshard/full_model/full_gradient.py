@@ -14,7 +14,6 @@ from zeroshard.storage.unit import Unit
 
 def full_gradient(engine: Engine, name: str) -> Tensor:
     """See `Handle.gradient`."""
-    engine.expect_no_backward("gradient")  # whether a reduction is over there differs between ranks
     unit, index, grads = _find(engine, name, "gradient")
     engine.reducer.notice()
     engine.reducer.visible.apply_clips()
@@ -30,14 +29,13 @@ def full_gradient(engine: Engine, name: str) -> Tensor:
 
 def set_full_gradient(engine: Engine, name: str, values: object) -> None:
     """See `Handle.set_gradient`."""
-    engine.expect_no_backward("set_gradient")
     unit, index, grads = _find(engine, name, "set_gradient")
     shape = unit.layout.slots[index].shape
     if not isinstance(values, Tensor):
         raise InvalidType(f"set_gradient: {name} takes a tensor, found an object of type {type(values).__name__}")
     if tuple(values.shape) != shape:
         raise InvalidValue(f"set_gradient: {name} has the shape {shape}, found {tuple(values.shape)}")
-    engine.hooks.schedule.expect_to_begin()  # discards the gradients of a backward that has raised
+    engine.schedule.expect_to_begin()  # discards the gradients of a backward that has raised
     expect_same(engine.collectives, {name: values}, "set_gradient", "Pass the same on every rank: the mean over ranks")
     _expect(engine, "set_gradient", name, grads, may_be_empty=True)
     engine.reducer.set_gradient(unit, index, values)
@@ -56,6 +54,7 @@ def _expect(engine: Engine, what: str, name: str, grads: Gradients, *, may_be_em
 
 
 def _find(engine: Engine, name: object, what: str) -> tuple[Unit, int, Gradients]:
+    engine.expect_no_backward(what)  # whether a reduction is over there differs between ranks
     if not isinstance(name, str):
         found = f"an object of type {type(name).__name__}"
         if isinstance(name, nn.Parameter):

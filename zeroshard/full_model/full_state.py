@@ -67,7 +67,7 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     engine.collectives.num_reads += 1
-    here = engine.hooks.schedule.here()
+    here = engine.schedule.here()
     for unit in engine.units:
         # Every rank must read every unit, also ranks that keep nothing: `read_in_full` is collective.
         full = engine.gatherer.read_in_full(unit, main=main)

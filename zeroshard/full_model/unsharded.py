@@ -152,7 +152,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
 
 @contextmanager
 def _shown(units: Sequence[Unit], engine: Engine) -> Iterator[None]:
-    gatherer, here = engine.gatherer, engine.hooks.schedule.here()
+    gatherer, here = engine.gatherer, engine.schedule.here()
     gatherer.collectives.num_reads += 1
     shown: list[Unit] = []
     try:

@@ -53,8 +53,6 @@ class LossLedger:
     """The ledger of one model. See the module's note.
 
     Attributes:
-        has_final: whether the gradients that wait for a step are the final means: of losses neither scaled nor
-            weighted.
         looks_or_scales: whether gradients of the current loss are checked or rescaled (`add`).
         discarded: ids of parameters that no optimizer has, and whose gradients a step has discarded since the last
             backward.
@@ -63,12 +61,12 @@ class LossLedger:
     """
 
     def __init__(self) -> None:
-        self.has_final = True
         self.looks_or_scales = self.of_some_ranks = self.has_scalers = False
         self.discarded: set[int] = set()
         self._loss = Loss()
         self._scale: float | None = None
         self._is_weighted: bool | None = None  # of the gradients that wait for a step, as `_scale`
+        self._are_of_some_ranks = False  # the same
         self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
         self._before: dict[LossScaler, tuple[ScaleState, bool]] = {}
 
@@ -89,6 +87,11 @@ class LossLedger:
     def scale(self) -> float:
         """The scale of the gradients that wait for a step: the scale of the first loss that contributed to them."""
         return 1.0 if self._scale is None else self._scale
+
+    @property
+    def has_final(self) -> bool:
+        """Whether the gradients that wait for a step are the final means: of losses neither scaled nor weighted."""
+        return self.scale == 1.0 and not self._is_weighted and not self._are_of_some_ranks
 
     @property
     def loss(self) -> Loss:
@@ -119,7 +122,7 @@ class LossLedger:
         if self._scale is None:
             self._scale = self._loss.scale
         self.looks_or_scales = self._loss.looked_at or self._scale != self._loss.scale
-        self.has_final &= self._scale == 1.0 and not self._loss.is_weighted and not self.of_some_ranks
+        self._are_of_some_ranks |= self.of_some_ranks
 
     def add(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """A gradient of the current loss, rescaled to the scale of the gradients that it is added to, in `dtype`."""
@@ -136,14 +139,14 @@ class LossLedger:
         Raises:
             RuntimeError: losses have weights, so the step would divide it by their sum.
         """
-        if self._is_weighted or (not self.has_final and self.scale == 1.0):
+        if self._is_weighted or self._are_of_some_ranks:
             raise InvalidState("set_gradient: this step's losses were weighted, and the step divides by their weights")
         if self._scale is None:
             self._scale, self._is_weighted = 1.0, False
 
     def forget_gradients(self) -> None:
         """All gradients have been used or discarded: the next loss sets the scale."""
-        self._scale, self._is_weighted, self.has_final = None, None, True
+        self._scale, self._is_weighted, self._are_of_some_ranks = None, None, False
 
     def forget_losses(self) -> None:
         """Forget the losses of all optimizers: their gradients have been discarded."""

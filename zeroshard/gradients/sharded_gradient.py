@@ -240,16 +240,16 @@ class UsedGradient(ShardedGradient):
 
 
 class OfSlots(dict[int, S]):
-    """Slot -> its tensor without values, which is made when it is asked for; of one unit."""
+    """Slot -> its tensor of that class, which is made when it is first asked for; of one unit."""
 
-    def __init__(self, of_class: type[S], visible: weakref.ref[Any], unit: Unit, device: torch.device) -> None:
+    def __init__(self, of_class: type[S], visible: object, unit: Unit) -> None:
         super().__init__()
-        self._of_class, self._visible, self._unit, self._device = of_class, visible, weakref.ref(unit), device
+        self._of_class, self._visible, self._unit = of_class, weakref.ref(visible), weakref.ref(unit)
 
     def __missing__(self, index: int) -> S:
         unit = _living(self._unit)
         parameter = unit.parameters[index]
-        nan = torch.full((), torch.nan, dtype=parameter.grad_dtype or parameter.dtype, device=self._device)
+        nan = torch.full((), torch.nan, dtype=parameter.grad_dtype or parameter.dtype, device=parameter.device)
         made = self[index] = self._of_class(nan.expand(parameter.shape), self._visible(), unit, index)
         return made
 
@@ -261,10 +261,9 @@ class WithoutValues:
         sharded: unit -> those of its slots; without one, the next is another one.
     """
 
-    def __init__(self, visible: object, units: Iterable[Unit], device: torch.device) -> None:
-        reference, units = weakref.ref(visible), tuple(units)
-        self.sharded = {unit: OfSlots(ShardedGradient, reference, unit, device) for unit in units}
-        self._used = {unit: OfSlots(UsedGradient, reference, unit, device) for unit in units}
+    def __init__(self, visible: object, units: Iterable[Unit]) -> None:
+        self.sharded = {unit: OfSlots(ShardedGradient, visible, unit) for unit in units}
+        self._used = {unit: OfSlots(UsedGradient, visible, unit) for unit in self.sharded}
         self._shows_used = False  # whether one of them may be in `p.grad`
 
     def used(self, unit: Unit) -> OfSlots[UsedGradient]:

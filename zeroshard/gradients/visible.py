@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,7 +64,7 @@ class VisibleGradients:
         self._grads = {unit: unit.grads for unit in units if isinstance(unit.grads, Gradients)}
         self._collectives, self._ledger = collectives, ledger
         self._shown: dict[Unit, dict[int, Tensor]] = {unit: {} for unit in self._grads}
-        self._without_values = WithoutValues(self, self._grads, collectives.device)
+        self._without_values = WithoutValues(self, self._grads)
         self._kept = WeakTensorKeyDictionary()  # gradients that were used, and that somebody still has
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -135,7 +135,7 @@ class VisibleGradients:
         orders, and clip by factors that differ in the last bits."""
         is_local, dtype, is_final = grads.is_local, grads.buffer.dtype, self.final
         in_full = (is_local or (grads.buffer.placement is REPLICATED and is_final)) and not self.had_graphs
-        views, without_values = grads.buffer.views() if in_full else [], self._without_values.sharded[unit]
+        views = grads.buffer.views() if in_full else []
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
@@ -144,7 +144,7 @@ class VisibleGradients:
                 self._has_shown_factors |= not is_final
                 yield index, views[index], index in grads.present
                 continue
-            yield index, without_values[index], True
+            yield index, self._without_values.sharded[unit][index], True
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
@@ -198,7 +198,8 @@ class VisibleGradients:
 
     def _keep_apart(self) -> None:
         """Copy gradients set by hand that lie in a bucket: what is discarded there next would change them."""
-        buckets = self._buckets()
+        fulls = [full for grads in self._grads.values() if (full := grads.buffer.full) is not None]
+        buckets = {full.untyped_storage().data_ptr() for full in fulls}
         with as_tensors():
             for unit, shown in self._shown.items():
                 for index, gradient in enumerate(unit.user_grads()):
@@ -206,13 +207,6 @@ class VisibleGradients:
                         continue
                     if gradient.layout == torch.strided and gradient.untyped_storage().data_ptr() in buckets:
                         unit.parameters[index].grad = gradient.detach().clone()
-
-    def _buckets(self) -> set[int]:
-        return {
-            grads.buffer.full.untyped_storage().data_ptr()
-            for grads in self._grads.values()
-            if grads.buffer.full is not None
-        }
 
     def _expect_new(self, unit: Unit, index: int, gradient: Tensor) -> None:
         if gradient in self._kept:
@@ -224,14 +218,14 @@ class VisibleGradients:
 
     def _let_go(self, unit: Unit, shown: dict[int, Tensor], slots: Iterable[int]) -> None:
         """Gradients have been used or discarded. If somebody still has one, it may come back as `p.grad`."""
-        buffer, without_values = self._grads[unit].buffer, self._without_values.sharded[unit]
+        buffer, sharded = self._grads[unit].buffer, self._without_values.sharded[unit]
         views = buffer.known_views
         for index in slots:
             is_view = bool(views) and views[index] is shown[index]
             # Two are `shown` and the call. (For a local variable Python 3.14 no longer counts the call.)
-            if sys.getrefcount(shown[index]) > 2 + (is_view or index in without_values):
+            if sys.getrefcount(shown[index]) > 2 + (is_view or index in sharded):
                 self._kept[shown[index]] = True
-                without_values.pop(index, None)
+                sharded.pop(index, None)
                 if is_view:
                     buffer.renew_view(index)
             del shown[index]
@@ -265,12 +259,16 @@ class VisibleGradients:
         were not shown (of parameters for which no rank had a gradient). Returns `p.grad` of all parameters."""
         self._find_other_memory()
         found = {unit: unit.user_grads() for unit in self._grads}
-        gone = {unit: slots for unit, shown in self._shown.items() if (slots := _gone(shown, found[unit]))}
-        if not gone:
+        gone = {
+            unit: {index for index, gradient in shown.items() if found[unit][index] is not gradient}
+            for unit, shown in self._shown.items()
+        }
+        if not any(gone.values()):
             return found
         self._keep_apart()
         for unit, slots in gone.items():
-            self._discard(unit, slots)
+            if slots:
+                self._discard(unit, slots)
         if not any(self._shown.values()):
             self._ledger.discard_losses()
             for grads in self._grads.values():
@@ -362,11 +360,6 @@ class VisibleGradients:
             (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
             for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
         }
-
-
-def _gone(shown: Mapping[int, Tensor], found: Sequence[Tensor | None]) -> set[int]:
-    """Slots whose gradient the user has removed from `p.grad`, where `found` is now."""
-    return {index for index, gradient in shown.items() if found[index] is not gradient}
 
 
 def doubtful(name: str) -> str:

@@ -19,7 +19,7 @@ Replaced = Callable[[Any, Any, Any], None]
 def replace_tensors(
     fn: Callable[[Tensor], Tensor],
     tree: Any,
-    replaced: Replaced,
+    replaced: Replaced = lambda *_: None,
     around: tuple[Any, ...] = (),
     *,
     objects: tuple[type, ...] = (),
@@ -157,11 +157,11 @@ def replace_kept_in(tree: Any, fn: Callable[[Tensor], Tensor]) -> None:
     """Replace the tensors in the attributes of a module (those of `tensors_kept_by`), or in lists, dicts and
     dataclasses of a tree."""
     if not isinstance(tree, nn.Module):
-        replace_tensors(fn, tree, lambda *_: None, objects=DISTRIBUTIONS)
+        replace_tensors(fn, tree, objects=DISTRIBUTIONS)
         return
     own = vars(tree)
     for name in own.keys() - _OF_TORCH:
-        if (new := replace_tensors(fn, own[name], lambda *_: None, objects=DISTRIBUTIONS)) is not own[name]:
+        if (new := replace_tensors(fn, own[name], objects=DISTRIBUTIONS)) is not own[name]:
             own[name] = new
 
 

@@ -271,7 +271,7 @@ class Division:
     def by(cls, policy: UnitPolicy, modules: Modules) -> Self:
         """Divide the model as `choose_units` says."""
         read_by = readers(modules)
-        division = cls(modules, *_modules_by_unit(modules, with_classes(policy, modules), read_by), read_by)
+        division = cls(modules, *_modules_by_unit(modules, policy, read_by), read_by)
         if policy is not None and not isinstance(policy, int):  # by size, a module that fits is not divided
             division.divide_root(_size_of_vocabulary(modules), read_by)
         return division
@@ -352,7 +352,7 @@ def boundaries(policy: UnitPolicy, modules: Modules) -> Hashable:
         return DEFAULT_UNIT_BYTES if policy is None else policy
     if all(parameter is None for module in modules.values() for parameter in module._parameters.values()):
         return ()  # nothing to divide, and a class that is named may match nothing
-    return tuple(_modules_by_unit(modules, with_classes(policy, modules), readers(modules))[0].items())
+    return tuple(_modules_by_unit(modules, policy, readers(modules))[0].items())
 
 
 def _size_of_vocabulary(modules: Modules) -> int | None:
@@ -368,6 +368,7 @@ def _modules_by_unit(
         raise InvalidType("units must be module classes or their names, a callable or a number of bytes, found a bool")
     if policy is None or isinstance(policy, int):
         return _modules_by_size(modules, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
+    policy = _with_classes(policy, modules)
     matches = _matcher(policy)
     of_group = _groups(modules, policy, read_by)
     groups: dict[str, str] = {}
@@ -401,7 +402,7 @@ def _classes_in(modules: Modules) -> list[str]:
     return sorted({type(module).__name__ for path, module in modules.items() if path})
 
 
-def with_classes(policy: UnitPolicy, modules: Modules) -> UnitPolicy:
+def _with_classes(policy: UnitPolicy, modules: Modules) -> UnitPolicy:
     """The policy with classes in place of class names, and lists in place of other sequences. A name may be that of a
     class in the model or of one of its base classes, may have its Python module in front, and may be a list separated
     by commas.

@@ -19,8 +19,9 @@ from zeroshard.comm.pending import Pending
 from zeroshard.model.paths import parent
 from zeroshard.planner import PlannedUnit
 from zeroshard.planning.calls import Calls, Event
-from zeroshard.runtime.calls import NeededUnits, ToCome, Visit
+from zeroshard.runtime.calls import ToCome, Visit
 from zeroshard.runtime.gather import Gatherer
+from zeroshard.runtime.needs import NeededUnits
 from zeroshard.storage.pool import PoolBuffer
 from zeroshard.storage.weights import Residency
 

@@ -5,8 +5,9 @@ Optimizers, checkpoints and joins work on the engine. `handle.py` is its public 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import torch
@@ -33,7 +34,7 @@ from zeroshard.runtime.parking import Parking
 from zeroshard.runtime.plain_model import PlainModel, names_by_id
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import Running
-from zeroshard.runtime.schedule import refuse_inside_of_backward
+from zeroshard.runtime.schedule import Schedule, refuse_inside_of_backward
 from zeroshard.storage.pool import KINDS as TRANSIENT_KINDS
 from zeroshard.storage.pool import Pool
 from zeroshard.storage.unit import Unit
@@ -63,8 +64,11 @@ class Engine(NotCopied):
         pool: full-size buffers for weights, gradients and scratch.
         gatherer: gathers and hides weights.
         reducer: accumulates and reduces gradients.
-        hooks: on the model; their schedule calls gatherer and reducer.
+        schedule: calls gatherer and reducer.
+        hooks: on the model; they call the schedule.
     """
+
+    untaken: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     def __init__(
         self,
@@ -80,15 +84,15 @@ class Engine(NotCopied):
         self.ledger = LossLedger()
         self.claims = Claims(self.name_of)
         self.background: Unfinished | None = None
-        self.untaken: dict[str, nn.Parameter] = {}
         self.life = Life.OPEN
         self._parking = Parking(collectives)
         self._hold(units, max_transient_bytes)
         expect_none_silent(self)
 
     def _hold(self, units: Sequence[Unit], max_transient_bytes: int | None = None) -> None:
-        """Start with these units, new hooks and a new pool; drop all previous ones."""
-        self.hooks = Hooks()
+        """Start with these units, a new schedule, new hooks and a new pool; drop all previous ones."""
+        self.schedule = Schedule()
+        self.hooks = Hooks(self.schedule)
         self.freezing = Freezing(units, self.collectives)
         self._work_with(units, Pool(self.collectives, max_transient_bytes))
 
@@ -99,7 +103,7 @@ class Engine(NotCopied):
         pool.besides = self.claims.scratch_bytes
         self.gatherer = Gatherer(self.units, self.collectives, pool)
         self.reducer = self.new_reducer()
-        self.hooks.schedule.lead_to(self.gatherer, self.reducer)
+        self.schedule.lead_to(self.gatherer, self.reducer)
 
     def new_reducer(self) -> Reducer:
         """A reducer for the current units and pool."""
@@ -107,10 +111,7 @@ class Engine(NotCopied):
 
     @property
     def model(self) -> nn.Module:
-        """
-        Raises:
-            RuntimeError: the model no longer exists, or there never was one.
-        """
+        """See `PlainModel`."""
         return self.plain.module
 
     def admits(self, parameter: nn.Parameter) -> bool:
@@ -189,7 +190,7 @@ class Engine(NotCopied):
     def expect_no_gradients(self, what: str) -> None:
         """Raises:
         RuntimeError: gradients are waiting for a step."""
-        self.hooks.schedule.expect_to_begin()  # `p.grad` does not show gradients of a backward that has raised
+        self.schedule.expect_to_begin()  # `p.grad` does not show gradients of a backward that has raised
         if self.has_gradients():
             raise InvalidState(
                 f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
@@ -253,12 +254,12 @@ class Engine(NotCopied):
     @property
     def running(self) -> Running:
         """The calls that are running."""
-        return self.hooks.schedule.running
+        return self.schedule.running
 
     @property
     def is_in_backward(self) -> bool:
         """Whether a hook of the user's makes this call, inside of a backward of this model."""
-        return self.hooks.schedule.is_in_backward
+        return self.schedule.is_in_backward
 
     def expect_no_backward(self, what: str) -> Self:
         """Returns the engine.
@@ -282,7 +283,7 @@ class Engine(NotCopied):
     def park(self, device: torch.device) -> None:
         """See `Handle.park`."""
         self.life.expect_open("park")
-        self.expect_no_backward("park").hooks.schedule.expect_to_begin()
+        self.expect_no_backward("park").schedule.expect_to_begin()
         if self.has_gradients():
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()

@@ -261,16 +261,20 @@ class Gatherer:
             self._read_by_peers = self.collectives.acknowledge()
         for unit in begun:
             if unit.weights.buffer.is_lent or (unit.weights.scopes and unit.weights.buffer.borrows):
-                unit.weights.arrive()
-                self._wait_for_readers()
-                unit.weights.show()
+                self._show(unit.weights)
         # No forward hook will wait for them: units without modules, and a replay runs no hook.
         if begun and (self.collectives.is_recorded or any(not unit.spec.modules for unit in begun)):
             self.settle()
 
+    def _show(self, weights: Weights) -> None:
+        """Wait for weights whose gather has begun, and show them."""
+        weights.arrive()
+        self._wait_for_readers()
+        weights.show()
+
     def _wait_for_readers(self) -> None:
-        """Wait until the peers have copied this rank's updated shards. Required before weights that rest in full are
-        shown: the user may then write to them."""
+        """Wait until the peers have copied this rank's updated shards. Required before weights are shown: the user may
+        then write to them."""
         self._read_by_peers.wait()
 
     def bring(self, unit: Unit) -> None:
@@ -292,9 +296,7 @@ class Gatherer:
                     self._unshard(unit, self.during())
         elif is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
             with torch.no_grad():
-                unit.weights.arrive()
-                self._wait_for_readers()
-                unit.weights.show()
+                self._show(unit.weights)
 
     def forget_order(self) -> None:
         """Forget which unit follows which, and drop what is gathered: the ranks have run different forwards (in a
@@ -360,10 +362,7 @@ class Gatherer:
         self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
         self._let_parts_arrive(self.number_of.get(unit, 0))
         self._before_waiting_for(weights)
-        weights.arrive()
-        # Peers may still be reading this rank's weights, and the user may write to them once they are shown.
-        self._wait_for_readers()
-        weights.show()
+        self._show(weights)
         if unit.spec.is_part:
             return
         follower = self.order.follow(unit, during)

@@ -37,17 +37,18 @@ from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
 from zeroshard.model.room import with_room
 from zeroshard.model.transforms import in_plain_torch, under_transform
-from zeroshard.runtime.calls import Around, Needed
+from zeroshard.runtime.needs import Around, Needed
 from zeroshard.runtime.schedule import Schedule, expect_no_transform, refuse_inside_of_backward
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 
 
 class Hooks(NotCopied):
-    """The hooks on one model, and the schedule that they call."""
+    """The hooks on one model."""
 
-    def __init__(self) -> None:
-        self.schedule = Schedule()
+    def __init__(self, schedule: Schedule) -> None:
+        """`schedule`: they call it."""
+        self._schedule = schedule
         self._removers: list[Callable[[], None]] = []
         self._needs: dict[nn.Module, Needed] = {}
         self._first: list[Around] = []  # of modules inside the model, whose own hooks already run in `come_first`
@@ -63,26 +64,26 @@ class Hooks(NotCopied):
         """
         model, first = modules[""], RemovableHandle.next_id
         # First, so that copying the model raises before anything else of it is copied (`NotCopied`).
-        self._removers.append(model.register_forward_hook(OutsideGraphs(self.schedule.after_model)).remove)
+        self._removers.append(model.register_forward_hook(OutsideGraphs(self._schedule.after_model)).remove)
         self._needs[model] = Needed()  # also without units of its own: the hooks around it tell whether it runs
-        for unit in self.schedule.gatherer.units:
+        for unit in self._schedule.gatherer.units:
             for path in unit.spec.modules:
                 self._needs.setdefault(modules[path], Needed()).add(unit, path)
-        self.schedule.num_modules = len(self._needs)
+        self._schedule.num_modules = len(self._needs)
         self._casts = dict(casts)
         # [Note: order of hooks]
         # From outermost to innermost: gather, casts, the user's hooks, forward; afterwards in reverse. torch runs hooks
         # in the order of registration, except with `prepend=True`. So casts are registered first, gathers are
         # prepended, and the hooks that hide are moved to the end before each call, behind the user's newer hooks.
         self._removers += attach_casts(casts)
-        for hooks in _around_lookers(self.schedule, modules, self._needs):
+        for hooks in _around_lookers(self._schedule, modules, self._needs):
             self._removers.append(hooks.remove)
             hooks.attach()
         around = dict[nn.Module, Around]()
         for module, needed in self._needs.items():
             # `begin` is not stored here, as its object may own this schedule.
-            before = _before(self.schedule, needed, begin if module is model else None)
-            around[module] = Around(module, before, _after(self.schedule, needed), is_whole=module is model)
+            before = _before(self._schedule, needed, begin if module is model else None)
+            around[module] = Around(module, before, _after(self._schedule, needed), is_whole=module is model)
             self._removers.append(around[module].remove)
             around[module].attach()
         self._first = [hooks for module, hooks in around.items() if module is not model]
@@ -97,16 +98,16 @@ class Hooks(NotCopied):
             for outer in _around(self._needs, modules, path):
                 if outer.covers(needed):
                     outer.inside[module] = around[module]
-        self.hook_parameters(self.schedule.reducer.order)
+        self.hook_parameters(self._schedule.reducer.order)
         if "zero_grad" not in vars(model):
-            self.replace(model, "zero_grad", _zero_grad(self.schedule, model))
+            self.replace(model, "zero_grad", _zero_grad(self._schedule, model))
 
     def hook_parameters(self, units: Sequence[Unit]) -> None:
         """Install the parameter hooks of units that train."""
         with as_tensors():
             for unit in units:
                 for index, parameter in enumerate(unit.parameters):
-                    self._removers += _hook_parameter(weakref.ref(self.schedule), unit, index, parameter)
+                    self._removers += _hook_parameter(weakref.ref(self._schedule), unit, index, parameter)
 
     def wrap(self, module: nn.Module, name: str, begin: Callable[[], None] | None) -> None:
         """Make a method of a module gather the module's units and cast inputs and outputs, as a call of the module
@@ -119,8 +120,8 @@ class Hooks(NotCopied):
             raise InvalidType(f"register_forward_method takes a module and the name of its method, found {module!r}")
         needed, casts = self._needs.get(module, Needed()), self._casts.get(module, Cast())
         method = getattr(module, name)
-        before, inside = _before(self.schedule, needed, begin), _before(self.schedule, needed, None)
-        after = _after(self.schedule, needed)
+        before, inside = _before(self._schedule, needed, begin), _before(self._schedule, needed, None)
+        after = _after(self._schedule, needed)
 
         # What torch.compile has set on a compiled method is about that one: torch would look past the wrapper.
         is_compiled = hasattr(method, "_torchdynamo_orig_callable")
@@ -129,7 +130,7 @@ class Hooks(NotCopied):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             output, inputs = None, Inputs(casts.into)
             try:
-                (inside if self.schedule.running else before)(module, args, kwargs)
+                (inside if self._schedule.running else before)(module, args, kwargs)
                 cast_args, cast_kwargs = inputs.cast(module, args, kwargs)
                 output = cast(method(*cast_args, **cast_kwargs), casts.out)
             finally:  # also if a hook or a cast has raised, as around a call of the module
@@ -146,11 +147,10 @@ class Hooks(NotCopied):
         vars(module)[name] = method  # not by `setattr`: a module made by torch.compile forwards that to the one inside
 
     def come_first(self) -> None:
-        """Move the hooks that gather to the front: the user may have registered hooks with `prepend=True` since."""
+        """Move the hooks that gather to the front."""
         for hooks in self._first:
-            # (A list: a signal handler may call the model in between, which ends an iterator.)
-            if len(hooks.of_before) > 1 and hooks.first in [*hooks.of_before][1:]:
-                hooks.of_before.move_to_end(hooks.first, last=False)
+            if len(hooks.of_before) > 1:
+                hooks.gather_first()
 
     def detach(self) -> None:
         """Remove all hooks."""

@@ -42,7 +42,7 @@ def join(
     if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
         raise InvalidValue("join: the handles have different ranks: all of them must have the same")
     for engine in engines:  # a rank without any input calls no forward, which does these
-        engine.hooks.schedule.expect_to_begin()
+        engine.schedule.expect_to_begin()
         engine.unfreeze()
     one = Join(engines, divide_by_initial_world_size, throw_on_early_termination)
     try:
@@ -145,7 +145,7 @@ class Part:
 
     def end(self) -> None:
         """All ranks have run out of inputs. They have run different forwards, and would gather ahead differently."""
-        self._engine.hooks.schedule.begin_alike()
+        self._engine.schedule.begin_alike()
 
     def close(self) -> None:
         self._engine.collectives.orders = None

@@ -53,12 +53,14 @@ class Now:
 
     Attributes:
         cursor: how many units of the order have started to be reduced, or need not be.
+        done: units that backward is done with.
         complete_but_seen: a unit is complete, and the user's hooks may still change its last gradient.
         in_front: other models, which come first; see [Note: several models in one backward] in `one_backward.py`.
         is_awaited: another model waits for its turn.
     """
 
     cursor: int = 0
+    done: set[Unit] = field(default_factory=set)
     complete_but_seen: bool = False
     in_front: list[Reducer] = field(default_factory=list)
     is_awaited: bool = False
@@ -265,9 +267,9 @@ class Reducer:
         if not at_end and any(map(is_accumulated, missing)):
             return False
         ready.update(range(len(unit.parameters)))
-        self.to_come.left.add(unit)
+        self.now.done.add(unit)
         self.read_peers()
-        self._advance(self.to_come.left)
+        self._advance(self.now.done)
         return True
 
     @torch.no_grad()
@@ -377,7 +379,7 @@ class Reducer:
         for unit in self.order[self._root_begins :] if of_visits else ():
             self.complete(unit)
         self.now.is_awaited = True
-        self._advance(self.to_come.left if self.to_come.has_any() else None)
+        self._advance(self.now.done if self.to_come.has_any() else None)
         return self.now.cursor == len(self.order)
 
     def _take_all(self, unit: Unit) -> None:

@@ -17,18 +17,9 @@ from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, in_functional_call, under_transform, with_tangents
 from zeroshard.model.trees import differentiable
 from zeroshard.runtime import one_backward
-from zeroshard.runtime.calls import (
-    MOST_VISITS,
-    Entry,
-    Graph,
-    Needed,
-    ToCome,
-    Trail,
-    Trails,
-    Visit,
-    newest,
-)
+from zeroshard.runtime.calls import MOST_VISITS, Entry, Graph, ToCome, Trail, Trails, Visit, newest
 from zeroshard.runtime.gather import Gatherer, in_backward
+from zeroshard.runtime.needs import Needed
 from zeroshard.runtime.reach import is_accumulated, is_reduced
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running

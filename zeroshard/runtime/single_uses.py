@@ -102,9 +102,10 @@ def _is_hooked_once(parameter: nn.Parameter) -> bool:
 
 
 def _used_once(root: Node) -> list[Tensor]:
-    """The tensors at which exactly one edge of the graph ends. None if the graph contains a function written in Python:
-    its backward may run a backward of another graph (that of a reentrant checkpoint does). A compiled graph's does not:
-    it was traced through, and adds up the uses in the graph in the dtype of the weights, whatever `grad_dtype` is."""
+    """The tensors at which exactly one edge of the graph ends. None of them if the graph contains a function written in
+    Python: its backward may run a backward of another graph (that of a reentrant checkpoint does). A compiled graph's
+    does not: it was traced through, and adds up the uses in the graph in the dtype of the weights, whatever
+    `grad_dtype` is."""
     visited: list[Any] = [root]
     edges: dict[Any, int] = {None: 0}  # None: an edge that leads nowhere
     leaves = []

@@ -66,9 +66,7 @@ def without_views(output: Any, units: Sequence[Unit]) -> Any:
     if not copies:
         return output
     # In the module's own lists and dicts: it may have kept them.
-    output = replace_tensors(
-        lambda tensor: copies.get(id(tensor), tensor), output, lambda *_: None, objects=DISTRIBUTIONS
-    )
+    output = replace_tensors(lambda tensor: copies.get(id(tensor), tensor), output, objects=DISTRIBUTIONS)
     for unit in filter(None, (_holder(tensor, units) for tensor in tensors_in(output))):
         raise InvalidState(
             f"unit {unit.name}: its forward returns a view of a weight inside of an object, and under this plan the "
@@ -85,7 +83,7 @@ def shown_without_views(tree: Any, units: Iterable[Unit]) -> Any:
     if not views:
         return tree
     copies = _copies_of_views(views, [unit for unit in units if unit.weights.buffer.borrows])
-    return replace_tensors(lambda tensor: copies.get(id(tensor), tensor), tree, lambda *_: None) if copies else tree
+    return replace_tensors(lambda tensor: copies.get(id(tensor), tensor), tree) if copies else tree
 
 
 def _may_be_detached(tensor: Tensor) -> bool:

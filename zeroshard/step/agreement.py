@@ -353,7 +353,7 @@ class Agreement:
         # Also parameters that would join this optimizer once they require grad.
         if unfrozen and not unfrozen.isdisjoint(map(id, (*self._groups.parameters(), *self._groups.adoptable()))):
             return Status.UNFROZEN
-        if self._engine.hooks.schedule.has_raised:
+        if self._engine.schedule.has_raised:
             return Status.RAISED
         if self._engine.reducer.visible.doubtful is not None:
             return Status.DOUBTFUL
