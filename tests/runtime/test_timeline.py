@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.kit import PLANS, Block, Net, loss_of_tokens, make, same_bits
 from tests.model.test_graphs import Checkpointed, Reentrant
 from zeroshard.comm.comm_log import CommLog
 from zeroshard.placement import Plan
+from zeroshard.runtime import timeline as timelines
 from zeroshard.runtime.timeline import Timeline
 from zeroshard.runtime.timeline_event import TimelineEvent, covered, lanes
 from zeroshard.testing import run_ranks
@@ -217,7 +219,7 @@ def test_a_device_has_times_of_its_own(tmp_path: Path) -> None:
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
         queue = Queue()
         handle.comm_log.clear()
-        with Timeline(handle.engine.collectives.mesh, "a test", lambda mesh: cast(Any, queue)) as timeline:
+        with patch.object(timelines, "_device_of", lambda mesh: queue), handle.timeline() as timeline:
             loss_of_tokens(model, rank, 0, 0).backward()
             optimizer.step()
         events = timeline.events
@@ -245,7 +247,8 @@ def test_a_device_has_times_of_its_own(tmp_path: Path) -> None:
         sent = sum(one["args"]["bytes"] for one in found if names[one["tid"]].startswith("host, in flight"))
         assert sent == handle.comm_log.bytes()
         lines = timeline.summary().splitlines()
-        assert lines[0] == "timeline of a test" and any(line.startswith("collective  reduce_scatter") for line in lines)
+        assert lines[0] == f"timeline of {timeline.title}"
+        assert any(line.startswith("collective  reduce_scatter") for line in lines)
         assert lines[-1].startswith(f"{timeline.seconds:.4f} s, in waits: {timeline.seconds_in('wait'):.4f} s (")
 
     run_ranks(check, 2)

@@ -17,7 +17,7 @@
 | a join            | join: gather, backward, open, reduce, end, agree, step (orders that this rank carries out)      |
 | checkpoints       | save: collect, plan, write, commit; load: find, compare, preflight, restore; verify             |
 
-A timeline also has the forward and the backward of each unit (`running.py`), and each collective from its start until
+A timeline also has the forward and the backward of each unit (`stretches.py`), and each collective from its start until
 its result is there (`comm_log.py`). Torch's profiler has not: its ranges begin and end in one call.
 
 While neither runs, a range costs two tests (less than a microsecond). Else it costs some microseconds, so there are

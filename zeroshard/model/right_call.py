@@ -129,22 +129,21 @@ _LIBRARIES = ("torch", "deepspeed", "apex", "fairscale")
 
 
 def expect_no_recording(stay: Iterable[bool]) -> bool:
-    """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it. Returns
-    whether it becomes a part of a CUDA graph, and may.
+    """Called when a forward begins. `stay`: of each unit, whether its weights stay where they are after it; asked only
+    if something records. Returns whether it becomes a part of a CUDA graph, and may.
 
     Raises:
         RuntimeError: torch.export runs it; or torch.jit.trace, which keeps the memory of weights that do not stay; or
             it becomes a part of a CUDA graph, and something has to be done on the host.
     """
-    all_stay = all(stay)
-    if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all_stay):
+    if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all(stay)):
         raise InvalidState(
             "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: "
             "build a plain model, load handle.full_state_dict() into it, and record that one"
         )
     if not is_captured():
         return False
-    if not all_stay or torch.is_grad_enabled():
+    if torch.is_grad_enabled() or not all(stay):
         raise InvalidState(
             "a CUDA graph would record a forward of the sharded model, and a replay does nothing on the host, where "
             "weights are gathered and gradients are taken: capture only a forward under torch.no_grad() whose weights "

@@ -1,4 +1,4 @@
-"""The hooks on modules and parameters of the user's model. (While a timeline is recorded, `running.py` adds some.)
+"""The hooks on modules and parameters of the user's model. (While a timeline is recorded, `stretches.py` adds some.)
 
 | hook                                  | where                              | does                                    |
 |---------------------------------------|------------------------------------|-----------------------------------------|

@@ -231,7 +231,7 @@ class Part:
     def _open(self, unit: str) -> None:
         """Open a bucket. This may wait for earlier reductions, which the other ranks wait for as well."""
         self._engine.reducer.read_peers()
-        self._engine.reducer.open_empty(self._units[unit])
+        self._engine.reducer.open(self._units[unit])
 
     def _reduce(self, unit: str) -> None:
         self._engine.reducer.reduce(self._units[unit])

@@ -254,7 +254,7 @@ class Reducer:
         if grad.layout is not torch.strided:  # nn.Embedding(sparse=True)
             grad = grad.to(grads.buffer.dtype).to_dense()  # in the wide dtype, as it adds up the rows of equal indices
         if grads.buffer.placement is not PARTIAL:
-            self._open(unit, grads)
+            self.open(unit)
         grads.accumulate(index, self.ledger.add(grad, grads.buffer.dtype) if self.ledger.looks_or_scales else grad)
 
     def complete(self, unit: Unit, *, at_end: bool = False) -> bool:
@@ -295,10 +295,13 @@ class Reducer:
         if self.collectives.orders is not None:
             self.collectives.orders.version = self.visible.version
 
-    def open_empty(self, unit: Unit) -> None:
-        """Open the bucket of a unit, also if this rank has no new gradients for it."""
-        if self.grads[unit].state is not GradState.PARTIAL:
-            self._open(unit, self.grads[unit])
+    def open(self, unit: Unit) -> None:
+        """Open the bucket of a unit, unless it is open. (Also if this rank has no new gradients for it.)"""
+        grads = self.grads[unit]
+        if grads.state is not GradState.PARTIAL:
+            if unit not in self.local:
+                self.collectives.give_order("open", unit.name)
+            self._reductions.open(unit, grads)
 
     def read_peers(self) -> None:
         """See [Note: peers wait for a reader]."""
@@ -401,16 +404,11 @@ class Reducer:
         """Start to reduce the unit, with zeros for missing gradients."""
         grads = self.grads[unit]
         self._take_all(unit)
-        self.open_empty(unit)
+        self.open(unit)
         look = self._origin_of(unit)
         # Before `start`, which may wait for an earlier reduction: a follower of a join must have the order by then.
         self.collectives.give_order("reduce", unit.name)
         self._reductions.start(unit, grads, look)
-
-    def _open(self, unit: Unit, grads: Gradients) -> None:
-        if unit not in self.local:
-            self.collectives.give_order("open", unit.name)
-        self._reductions.open(unit, grads)
 
 
 def _reduced_apart(unit: Unit, grads: Gradients, terms: dict[int, Tensor | None], collectives: Collectives) -> Tensor:

@@ -1,13 +1,4 @@
-"""Tracks running calls of modules that need units, and the unit that backward is at.
-
-A call inside a call that has gathered the same units does not gather them again.
-
-While a timeline is recorded, each call is a range. So is each stretch of backward that belongs to one unit: from the
-gradient of an output of its module to the gradient of an input, which is where backward returns to the call around it.
-
-    forward    root [ embed | u0 [ ..... ] | u1 [ ..... ] | head ]
-    backward        [ root  | u1 ......... | u0 ......... | root ]
-"""
+"""Tracks the running calls of modules that need units, and the call of the user's that is being carried out."""
 
 from __future__ import annotations
 
@@ -15,19 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils.hooks import RemovableHandle
 
-from zeroshard.comm.ranges import Kind, Range, Recording, open_range
+from zeroshard.comm.ranges import Range
 from zeroshard.errors import InvalidState
-from zeroshard.model.outside_graphs import called_by_torch
-from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.gather import in_backward
+from zeroshard.runtime.stretches import Stretches, close, opened
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
 
@@ -50,6 +36,7 @@ class Running:
 
     Attributes:
         amid: the call of the user's (a step, for example) that is being carried out, and its thread.
+        stretches: of backward, for timelines.
         lock: held while a hook begins or ends a call; not during the call, as a forward may start threads itself.
     """
 
@@ -58,9 +45,7 @@ class Running:
         self.lock = threading.RLock()
         self._of_thread = threading.local()
         self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
-        self._at: tuple[Sequence[Unit], Range | None] = (), None  # the units that backward is at
-        self._returned: set[tuple[int, int]] = set()  # thread and number of the graph nodes of recorded outputs
-        self._on_leaves: list[RemovableHandle] = []
+        self.stretches = Stretches()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -115,13 +100,9 @@ class Running:
         self.expect_alone(units)
         if self._runner is None:
             self._runner = threading.get_ident()
-        if Recording.now is not None:
-            around = self._calls[-1][0] if self._calls else ()
-            for tensor in _requiring_grad(inputs):
-                hook = tensor.register_hook(partial(self._go_on, units, around))  # type: ignore[no-untyped-call]
-                if tensor.is_leaf:  # it may outlive the graph
-                    self._on_leaves.append(hook)
-        self._calls.append((units, _open("forward", units), sys.exception()))
+        calls = self._calls
+        self.stretches.begin(units, calls[-1][0] if calls else (), inputs)
+        calls.append((units, opened("forward", units), sys.exception()))
         if self._tracked_views() is None and any(unit.weights.buffer.borrows for unit in units):
             self._of_thread.tracked_views = torch._C._is_view_replay_enabled()
             torch._C._set_view_replay_enabled(True)
@@ -137,7 +118,7 @@ class Running:
                     self._restore_views()
                     if self._runner == threading.get_ident():
                         self._runner = None
-                _close(forward)
+                close(forward)
                 # The model may be called where another error is being handled (`except: model(x)`).
                 return End.RETURNED if sys.exception() is handled else End.RAISED
         return End.NOT_BEGUN
@@ -164,59 +145,3 @@ class Running:
         has reached yet: what has run does not depend on them."""
         borrowing = [unit for units, _, _ in self._calls for unit in units if unit.weights.buffer.borrows]
         return tuple(unit for unit in dict.fromkeys(borrowing) if unit.weights.state is not Residency.SHARDED)
-
-    # Backward, for timelines -------------------------------------------------------------------------------------
-
-    def returned(self, units: Sequence[Unit], output: Any) -> None:
-        """A module that needs these units has returned."""
-        for tensor in _requiring_grad(output) if Recording.now is not None else ():
-            if tensor.grad_fn is None:
-                continue
-            node = threading.get_ident(), tensor.grad_fn._sequence_nr()
-            if node not in self._returned:  # a module that is skipped returns its input: another one has made it
-                self._returned.add(node)
-                tensor.register_hook(partial(self._go_to, units))  # type: ignore[no-untyped-call]
-
-    @called_by_torch
-    def _go_to(self, units: Sequence[Unit], grad: Tensor | None = None) -> None:
-        """Backward has the gradient of an output of these units."""
-        before, backward = self._at
-        if backward is None or list(before) != list(units):
-            _close(backward)
-            self._at = units, _open("backward", units)
-
-    @called_by_torch
-    def _go_on(self, units: Sequence[Unit], around: Sequence[Unit], grad: Tensor) -> None:
-        """Backward has the gradient of an input of these units; `around`: of the call around theirs."""
-        if list(self._at[0]) == list(units):  # else that input is an output of the next units, and they are reached
-            self._go_to(around)
-
-    def end_backward(self) -> None:
-        """Backward is over."""
-        _close(self._at[1])
-        self._at = (), None
-        self._returned.clear()
-        while self._on_leaves:
-            self._on_leaves.pop().remove()
-
-
-def _requiring_grad(values: Any) -> list[Tensor]:
-    """The activations in inputs or outputs that get a gradient. Not those that torch.func has wrapped."""
-    tensors = tensors_in(values) if torch.is_grad_enabled() else ()
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.requires_grad and not isinstance(tensor, nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
-    ]
-
-
-def _open(kind: Kind, units: Sequence[Unit]) -> Range | None:
-    if Recording.now is None or not units:
-        return None
-    named = [unit for unit in units if not unit.spec.is_part] or units  # not those that the call only keeps
-    return open_range(kind, kind, ", ".join(unit.name for unit in named))
-
-
-def _close(opened: Range | None) -> None:
-    if opened is not None:
-        opened.close()

@@ -115,7 +115,7 @@ class Schedule(NotCopied):
         self._show_what_is_read_again()
         if not transformed:
             output = without_views(output, free)
-        self.running.returned(units, output)
+        self.running.stretches.end(units, output)
         in_scope = [] if transformed else [u for u in units if u.weights.scopes and u.weights.is_between_forwards]
         if not free and not in_scope:
             return output
@@ -328,7 +328,7 @@ class Schedule(NotCopied):
         whether it had added to gradients of earlier ones, which are discarded, too."""
         if self.task is None or in_backward():
             return False
-        self.running.end_backward()
+        self.running.stretches.end_backward()
         self._forget()
         with torch.no_grad():
             adds = self.accumulates and self.reducer.abandon_backward()  # else gradients of earlier ones stay
@@ -358,7 +358,7 @@ class Schedule(NotCopied):
         self.gatherer.collectives.come()
         try:
             task, self.task = self.task, None
-            self.running.end_backward()
+            self.running.stretches.end_backward()
             _forget_autocasts(self.gatherer.collectives.device)
             with torch.no_grad():
                 one_backward.visit_rest(self, task)  # first: peers wait for these gathers before they reduce

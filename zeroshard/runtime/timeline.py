@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,11 +23,10 @@ class Timeline:
         title: rank, plan and size of the model.
     """
 
-    def __init__(self, mesh: Mesh, title: str, device_of: Callable[[Mesh], Device | None] | None = None) -> None:
-        """`device_of`: makes the events of a mesh's device; None: there are none on a CPU."""
+    def __init__(self, mesh: Mesh, title: str) -> None:
         self.title = title
         self._rank = mesh.world.rank
-        self._recording = Recording((device_of or _device_of)(mesh))
+        self._recording = Recording(_device_of(mesh))
         self._events: tuple[TimelineEvent, ...] | None = None
         self._seconds = 0.0
 
@@ -99,6 +97,7 @@ class Timeline:
 
 
 def _device_of(mesh: Mesh) -> Device | None:
+    """Makes the events of the mesh's device; None: there are none on a CPU."""
     return None if mesh.device.type == "cpu" else Device(mesh.device)
 
 
