@@ -22,6 +22,7 @@ class Owner(Protocol):
     """An optimizer, as the engine sees it. The methods for a join: see `TorchOptimizer`."""
 
     agreement: Any
+    engine: Any
     groups: Any
 
     def rebuild(self) -> None:
@@ -44,9 +45,7 @@ class Owner(Protocol):
 class Claims:
     """The claims of all optimizers of one model."""
 
-    def __init__(self, name_of: Callable[[nn.Parameter], str]) -> None:
-        """`name_of`: a bound method, held weakly, as its object owns the claims."""
-        self._name_of = weakref.WeakMethod(name_of)
+    def __init__(self) -> None:
         # Weak references, and ids as keys: a strong reference would keep the optimizer's state and the model alive
         # after `del optimizer`.
         self._owner_of: dict[int, weakref.ref[Owner]] = {}
@@ -63,9 +62,8 @@ class Claims:
             gc.collect()  # an optimizer that the program has deleted may still be in a cycle of references
         for parameter in parameters:
             if self.owner_of(parameter) not in (None, owner):
-                name_of = self._name_of()
                 raise InvalidValue(
-                    f"parameter {'' if name_of is None else name_of(parameter)} belongs to another ShardedOptimizer: "
+                    f"parameter {owner.engine.name_of(parameter)} belongs to another ShardedOptimizer: "
                     "give each its own parameters, or delete the other one first, with what holds it: `del optimizer, "
                     "scheduler`"
                 )

@@ -82,7 +82,7 @@ class Engine(NotCopied):
         self.plan, self.collectives = plan, collectives
         self.plain = PlainModel(model, managed)
         self.ledger = LossLedger()
-        self.claims = Claims(self.name_of)
+        self.claims = Claims()
         self.background: Unfinished | None = None
         self.life = Life.OPEN
         self._parking = Parking(collectives)

@@ -250,27 +250,25 @@ def _around_lookers(schedule: Schedule, modules: Modules, needs: Mapping[nn.Modu
         inside = [needs[one] for name, one in modules.items() if f"{name}.".startswith(f"{first}.") and one in needs]
         units = list(dict.fromkeys(unit for needed in inside for unit in needed.gathers))
         if not any(set(units) <= set(outer.gathers) for outer in _around(needs, modules, first)):
-            yield Around(module, _show_ahead(schedule, modules[first], units), _put_away(schedule, units))
+            yield _around_looker(schedule, module, modules[first], units)
 
 
-def _show_ahead(schedule: Schedule, first: nn.Module, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any], None]:
+def _around_looker(schedule: Schedule, looker: nn.Module, first: nn.Module, units: Sequence[Unit]) -> Around:
+    """`units`: those that the submodule `first` needs."""
+
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def show_ahead(module: nn.Module, args: Any, kwargs: Any) -> None:
         if not first.training:
             with schedule.running.lock, in_plain_torch():
                 schedule.gatherer.show_ahead(units)
 
-    return hook
-
-
-def _put_away(schedule: Schedule, units: Sequence[Unit]) -> Callable[[nn.Module, Any, Any, Any], None]:
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def put_away(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         # They are still shown if the module has raised before it called the submodule.
         with schedule.running.lock, in_plain_torch():
             schedule.gatherer.put_away(units)
 
-    return hook
+    return Around(looker, show_ahead, put_away)
 
 
 def _hook_parameter(

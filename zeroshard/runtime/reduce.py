@@ -121,8 +121,8 @@ class Reducer:
     def begin_backward(self) -> None:
         """A backward begins to accumulate gradients."""
         self.single_uses.began()
-        self.origins.take(self.version)
         before = self.version
+        self.origins.take(before)
         # Before any gradient: autograd would add to the view of the bucket that lies in `p.grad`.
         self.visible.withdraw()
         self.forget_losses()
