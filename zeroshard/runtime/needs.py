@@ -74,9 +74,11 @@ class Needed(NeededUnits[Unit]):
         # hooks: each of them would break the graph, and a graph break in a pre-hook makes Dynamo skip the forward
         # behind it (pytorch/pytorch#111966, pytorch/pytorch#135410). Without them the call of a unit is one graph.
         self.running += 1
-        for hooks in self.inside.values() if self.running == 1 else ():
+        if self.running > 1:
+            return
+        for hooks in self.inside.values():
             hooks.take_off()
-        if running is not None and self.running == 1:
+        if running is not None:
             self.seen.begin(running)
 
     def end(self) -> list[Tensor]:
