@@ -90,7 +90,8 @@ class LossLedger:
 
     @property
     def has_final(self) -> bool:
-        """Whether the gradients that wait for a step are the final means: of losses neither scaled nor weighted."""
+        """Whether the gradients that wait for a step are the final means: of losses neither scaled nor weighted, of all
+        ranks."""
         return self.scale == 1.0 and not self._is_weighted and not self._are_of_some_ranks
 
     @property

@@ -14,6 +14,7 @@ output of a unit, all units that ran later in forward are done, and only the uni
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -45,7 +46,7 @@ def in_backward() -> bool:
 
 def _during() -> During:
     """The phase of a call that is made now."""
-    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+    return "backward" if in_backward() else "forward"
 
 
 class Order:
@@ -103,7 +104,7 @@ class Gatherer:
         self._parts_behind = _parts_behind(units)
         self._parts_in_flight: list[tuple[int, Unit]] = []  # with the numbers of their gathers
         self.number_of: dict[Unit, int] = {}
-        self._begun_gathers = 0
+        self._numbers = itertools.count(1)
         self.before_wait: Callable[[], None] = lambda: None
         requests = {
             unit: unit.spec.weight_request(unit.layout.numel, in_common=unit.weights.place is not None)
@@ -403,8 +404,7 @@ class Gatherer:
 
     def start(self, unit: Unit, during: During) -> None:
         """Start to gather a SHARDED unit into its buffer. Collective."""
-        self._begun_gathers += 1
-        self.number_of[unit] = self._begun_gathers
+        self.number_of[unit] = next(self._numbers)
         if during in ("forward", "backward"):
             # Before the gather: a follower of a join takes part only after it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)
