@@ -106,9 +106,14 @@ def test_ranks_that_hang_are_named_and_ended() -> None:
     assert time.monotonic() - start < AT_ONCE
 
 
-def test_ranks_that_do_not_end_after_a_failure_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps = tmp_path / "sleeps"
+
     def run(rank: int) -> None:
+        if rank == 0:
+            wait_until(sleeps.exists)
         assert rank == 1, "first"
+        sleeps.touch()
         time.sleep(2 * AT_ONCE)
 
     monkeypatch.setattr(testing, "_OTHERS_SECONDS", 0.1)
