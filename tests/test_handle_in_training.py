@@ -21,10 +21,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, with_plans
-from tests.timed_backend import timed_ranks
+from tests.timed_backend import ALL, timed_ranks
 from tests.together import in_turn, on_ranks
 from zeroshard.layout import cuts, pool_plan
 from zeroshard.model.absent import is_absent
+from zeroshard.ranks import groups
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.pool import PoolBuffer
 from zeroshard.testing import run_ranks
@@ -446,6 +447,10 @@ def test_a_step_that_failed_half_way_is_not_built_upon(monkeypatch: pytest.Monke
 
 
 def counted() -> tuple[int, int, int]:
+    gc.collect()
+    groups.end_unused()  # as the next `shard` does
+    ALL.small.clear()
+    ALL.latest = None
     gc.collect()
     tensors = sum(issubclass(type(item), Tensor) for item in gc.get_objects())
     return tensors, len(os.listdir("/proc/self/fd")), shared_pages()

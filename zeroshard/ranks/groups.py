@@ -54,7 +54,7 @@ def take(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) 
     """A group with these ranks, in this order, that is like `like`, the group of the shard axis. A group of a closed
     model is used again: its communicator exists already. Not one of a living model: two models may interleave their
     reductions differently on each rank."""
-    _end_unused()
+    end_unused()
     spare = _SPARE.get(like, [])
     found = next((own for own in spare if tuple(dist.get_process_group_ranks(own.group)) == ranks), None)
     if found is None:
@@ -76,7 +76,8 @@ def downward(ranks: tuple[int, ...], group: dist.ProcessGroup, device: torch.dev
     return _DOWNWARD[group].group
 
 
-def _end_unused() -> None:
+def end_unused() -> None:
+    """End the groups that nobody holds any longer."""
     # NCCL's way to destroy a communicator may wait for the peers on this host, which end theirs at another moment, or
     # never. To abort it is a matter of this process alone. Nothing that anybody waits for is in flight.
     end = getattr(distributed_c10d, "_abort_process_group", dist.destroy_process_group)
