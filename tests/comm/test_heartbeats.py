@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests.failures.common import Ranks
-from tests.patience import wait_until
+from tests.patience import HANG, wait_until
 from zeroshard.failures import boards, heartbeat, watch
 from zeroshard.failures.blame import OUTSIDE
 from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
@@ -248,6 +248,20 @@ def test_code_that_has_no_hash_has_a_place() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(generated.__code__)
     assert "in generated" in generated()
+
+
+def test_a_thread_that_asks_where_it_is_does_not_wait_there() -> None:
+    """Messages said "(waiting in whereabouts.py:41 frame_of)" of the rank that wrote them."""
+    here = threading.get_ident()
+    assert where(here).endswith(f"in {test_a_thread_that_asks_where_it_is_does_not_wait_there.__name__}")
+    event = threading.Event()
+
+    def until_it_waits() -> None:
+        wait_until(lambda: "(waiting in threading.py" in where(here))
+        event.set()
+
+    threading.Thread(target=until_it_waits).start()
+    assert event.wait(HANG), "the control: of another thread it is said"
 
 
 def test_without_the_gil_no_other_thread_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

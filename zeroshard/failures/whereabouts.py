@@ -43,7 +43,7 @@ def frame_of(thread: int | None) -> FrameType | None:
 
 def where(thread: int | None) -> str:
     """The innermost line of a thread that belongs to neither this engine nor torch nor Python's standard library."""
-    frame = frame_of(thread)
+    frame, is_other = frame_of(thread), thread != threading.get_ident()
     inner, call = "", ""
     while frame is not None:
         code = frame.f_code
@@ -53,7 +53,8 @@ def where(thread: int | None) -> str:
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
         if _is_public(code):
             call = f" (in {_name(frame)})"
-        inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
+        if is_other:  # this one asks, and does not wait
+            inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
         frame = frame.f_back
     return OUTSIDE
 
