@@ -1,6 +1,7 @@
 """Compares the planned peak of a step, with activations, to the measured growth of a process's resident set.
 
     python benchmarks/activations.py
+    python benchmarks/activations.py --models llama --sequences 4 8
 
 The engine runs as rank 0 of 8 in a dry run, so that one process holds what one of 8 ranks would hold. Each case has its
 own process. The second step is measured. Needs Linux, zeroshard[train] and transformers.
@@ -8,6 +9,7 @@ own process. The second step is measured. Needs Linux, zeroshard[train] and tran
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import itertools
@@ -27,8 +29,6 @@ from zeroshard.planning import Configuration, Workload, dry_run
 from zeroshard.testing import run_ranks
 
 RANKS, VOCABULARY, LENGTH = 8, 512, 256
-PLANS = ("zero1", "zero3")
-BATCHES = (4, 8, 16)
 _M_MMAP_THRESHOLD = -3
 
 
@@ -115,12 +115,27 @@ def case(rank: int, *arguments: Any) -> tuple[int, int, int]:
     return found
 
 
+MODELS = {build.__name__: build for build in (gpt, gpt2, llama)}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--plans", nargs="+", choices=("ddp", "zero1", "zero2", "zero3"), default=["zero1", "zero3"])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[4, 8, 16], help=f"of {LENGTH} tokens in a step")
+    return parser.parse_args()
+
+
 def main() -> None:
+    options = parse()
     print("| model | plan | recomputed | sequences | engine MB | planned MB | measured MB | planned / measured |")
     print("|---|---|---|---|---|---|---|---|")
-    for build, recompute, batch, plan in itertools.product((gpt, gpt2, llama), (False, True), BATCHES, PLANS):
-        ((engine, whole, found),) = run_ranks(case, 1, build, plan, batch, recompute)
-        columns = (build.__name__, plan, "blocks" if recompute else "", batch)
+    each = itertools.product(options.models, (False, True), options.sequences, options.plans)
+    for name, recompute, batch, plan in each:
+        ((engine, whole, found),) = run_ranks(case, 1, MODELS[name], plan, batch, recompute)
+        columns = (name, plan, "blocks" if recompute else "", batch)
         print(
             "|", " | ".join(map(str, columns)), f"| {engine / 1e6:.1f} | {whole / 1e6:.1f} | {found / 1e6:.1f} |",
             f"{whole / found:.3f} |", flush=True,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import BUILDERS, Setting, Version
+from step_time import BUILDERS, Setting, Version, add_contenders, choose_contenders
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -105,7 +105,7 @@ def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="world sizes, one after the other")
-    parser.add_argument("--contenders", nargs="+", choices=BUILDERS, default=list(BUILDERS), metavar="NAME")
+    add_contenders(parser)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank: few, so that activations are small")
     options = parser.parse_args()
+    choose_contenders(parser, options, "cpu")
     for world_size in options.ranks:
         print(f"\n{world_size} ranks, fp32: bytes per parameter on one rank\n{'':<12} between steps   at most")
         for name in options.contenders:

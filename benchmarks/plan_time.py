@@ -9,6 +9,7 @@ Needs transformers for the models of the page. No weights, no process group, no 
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -73,8 +74,12 @@ def show(arguments: Sequence[str], folder: str | Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:]:
-        return show(sys.argv[1:], Path.cwd())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="of zeroshard, with its arguments; default: the page's"
+    )
+    if command := parser.parse_args().command:
+        return show(command, Path.cwd())
     with tempfile.TemporaryDirectory() as folder:
         for model in large_models():
             Path(folder, model["name"]).write_text(model["config"])

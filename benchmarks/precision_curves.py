@@ -100,7 +100,12 @@ def run(contender: Contender, options: argparse.Namespace) -> Curve:
         command = [sys.executable, "-m", "zeroshard", "train", f"--config={CONFIG}", f"--out={folder}"]
         command += [f"--precision={contender.precision}", f"--run.seed={contender.seed}", *contender.options]
         command += [f"--plan={options.plan}", f"--nproc={options.ranks}", f"--parallel.device={options.device}"]
-        command += [f"--steps={options.steps}", f"--evaluation.every={options.every}", "--evaluation.sample_tokens=0"]
+        command += [
+            f"--steps={options.steps}",
+            f"--evaluation.every={options.every}",
+            "--evaluation.sample_tokens=0",
+            "--run.timeline=0",
+        ]
         command += [f"--data={options.data}"] if options.data else []
         print("$", " ".join(["zeroshard", *command[3:]]), flush=True)
         subprocess.run(command, check=True)

@@ -458,6 +458,21 @@ def add_units(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--units", choices=("advised", "block", "group"), default="advised", help=what)
 
 
+def add_contenders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--contenders", nargs="+", choices=BUILDERS, metavar="NAME", help=f"default: all but {', '.join(OPTIONAL)}"
+    )
+
+
+def choose_contenders(parser: argparse.ArgumentParser, options: argparse.Namespace, device: str) -> None:
+    """Those that were asked for, if all can take part; else an error of the command line."""
+    if options.contenders is None:
+        options.contenders = [name for name in BUILDERS if name not in OPTIONAL]
+    for name in filter(peers.NAMES.__contains__, options.contenders):
+        if why := peers.missing(name, device):
+            parser.error(f"{name}: {why}. See benchmarks/peers.py")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -467,9 +482,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=1, help="how often all contenders start anew")
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them")
     parser.add_argument("--block", type=int, default=1, help="steps in a row that are timed as one")
-    parser.add_argument(
-        "--contenders", nargs="+", choices=BUILDERS, metavar="NAME", help=f"default: all but {', '.join(OPTIONAL)}"
-    )
+    add_contenders(parser)
     parser.add_argument("--other", type=Path, help="another checkout of zeroshard, whose plans take part as well")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_units(parser)
@@ -490,11 +503,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps < 2 or options.block < 1 or options.starts < 1:
         parser.error("--steps must be at least 2, --block and --starts at least 1")
-    if options.contenders is None:
-        options.contenders = [name for name in BUILDERS if name not in OPTIONAL]
-    for name in filter(peers.NAMES.__contains__, options.contenders):
-        if why := peers.missing(name, options.device):
-            parser.error(f"{name}: {why}. See benchmarks/peers.py")
+    choose_contenders(parser, options, options.device)
     if options.other is not None:
         options.contenders += [OTHER + name for name in options.contenders if name in PLANS]
     return options

@@ -27,7 +27,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ from zeroshard.comm.transport import Reduction
 from zeroshard.planning import Configuration, Machine
 from zeroshard.planning.time_model import multiplied
 from zeroshard.testing import run_ranks
+from zeroshard.train.config import ModelConfig
 from zeroshard.train.model import GPT, Block
 
 PLANS = ("ddp", "zero1", "zero2", "zero3")
@@ -69,7 +69,7 @@ class Probe:
     def run(self) -> None:
         at = {"unit": "probe", "phase": "backward"}
         self.collectives.reduce_scatter(self.full, self.own, self.reduction, **at).release()
-        self.collectives.all_gather(self.full, acknowledge=True, **at).release()
+        self.collectives.all_gather(self.full, of_mean=True, **at).release()
 
 
 class Plain:
@@ -152,9 +152,8 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def shape_of(options: argparse.Namespace) -> SimpleNamespace:
-    sizes = {key: getattr(options, key) for key in ("layers", "width", "heads", "context")}
-    return SimpleNamespace(**sizes, tied=False, dropout=0.0)
+def shape_of(options: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(**{key: getattr(options, key) for key in ("layers", "width", "heads", "context")})
 
 
 def machine_of(found: dict[str, Any], ranks: int, flops: float) -> Machine:

@@ -117,10 +117,6 @@ def start_run(
     """
     expect_alike(config, ranks)
     check_divides(config)
-    if config.run.timeline > config.schedule.steps:
-        raise UserError(
-            f"run.timeline = {config.run.timeline}: expected a step of the run, at most {config.schedule.steps}"
-        )
     folder_of_tokens = ranks.first_does(lambda: prepare(config.data), per_node=True)
     tokenizer = tokenizer_of(config.data)
     corpus = open_corpus(folder_of_tokens, tokenizer)

@@ -65,10 +65,11 @@ def introduce(run: Run, found: Found | None, console: Console) -> None:
         tell(console, f"SKIPPED a damaged checkpoint: {problem}")
     if found is not None:
         tell(console, f"resumed after step {found.step} of {found.folder}")
-        if 0 < run.config.run.timeline <= found.step:
-            tell(
-                console, f"NO timeline in this session: step {run.config.run.timeline} of run.timeline is done already"
-            )
+    timeline, last = run.config.run.timeline, run.config.schedule.steps
+    if found is not None and 0 < timeline <= found.step:
+        tell(console, f"NO timeline in this session: step {timeline} of run.timeline is done already")
+    elif timeline > last:  # A configuration of a longer run, with --steps.
+        tell(console, f"NO timeline: step {timeline} of run.timeline comes after the last step, {last}")
 
 
 def conclude(run: Run, step: int, summary: Summary, console: Console) -> None:
