@@ -303,7 +303,9 @@ def test_a_batch_of_models_that_are_no_language_models(tmp_path: Path, capsys: p
     path.write_text(json.dumps(t5))
     (found,) = json.loads(said(capsys, "plan", path, "--plan", "zero3", "--batch", "1", "--tokens", "8", "--json"))
     assert found["activations"]["inputs"] == 8 * 8
-    path.write_text(json.dumps({"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1}))
+    path.write_text(
+        json.dumps({"model_type": "vit", "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1})
+    )
     message = said(capsys, "plan", path, "--batch", "1", code=2)
     assert "--batch: a ViTModel takes no tokens: name a module:factory that builds it, and its inputs by" in message
 
