@@ -19,7 +19,7 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import in_backward
 from zeroshard.step.agreement import CHANGED_SINCE, Agreement
 from zeroshard.step.stepper import Update
-from zeroshard.storage.external_gradients import SeenGradients
+from zeroshard.storage.external_gradients import ExternalGradients, SeenGradients
 from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 
@@ -160,8 +160,10 @@ def _on_host(norm: float, *, needs_host: bool) -> Tensor:
 def _held_parts(unit: Unit, slots: Collection[int]) -> list[Tensor]:
     """What this rank holds of the reduced gradients of these slots."""
     grads = unit.grads
+    if isinstance(grads, ExternalGradients):
+        return [part for index in sorted(slots) if (part := grads.in_place(index)) is not None]
     if not isinstance(grads, Gradients):
-        return [part for index in sorted(slots) if (part := grads.in_full(index)) is not None]
+        return []
     if grads.state is not GradState.REDUCED:
         return []
     if grads.means_in_full and grads.buffer.full is not None and len(slots) == len(unit.parameters):

@@ -101,6 +101,15 @@ class ExternalGradients(NoGradients):
         grad = self._parameters[index].grad
         return grad if grad is not None and grad.layout is torch.strided else None
 
+    def in_place(self, index: int) -> Tensor | None:
+        """The values of `p.grad`, to be changed in place. Of a sparse one, those that it has: each element once."""
+        grad = self._parameters[index].grad
+        if grad is None or grad.layout is torch.strided:
+            return grad
+        if grad.is_sparse and not grad.is_coalesced():
+            grad.copy_(grad.coalesce())
+        return grad._values() if grad.is_sparse else grad.values()
+
 
 def _elements(grad: Tensor, part: Interval) -> Tensor:
     """[part.numel] of the flattened gradient. Of a sparse one (`nn.Embedding(sparse=True)`), only their rows are made
