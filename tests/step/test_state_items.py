@@ -246,6 +246,58 @@ def test_state_in_another_dtype_is_loaded_as_torch_does(dtype: torch.dtype) -> N
     run_ranks(in_turn(loaded_in, [(of_class, options, dtype) for of_class, options in cases]), 2)
 
 
+class Older(torch.optim.SGD):
+    """Counts steps by a number, which a version before this one kept under another name."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        for of_one in self.state.values():
+            if "iteration" in of_one:
+                of_one["count"] = of_one.pop("iteration")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+                    parameter.sub_(parameter.grad / self.state[parameter]["count"])
+
+
+def of_older_versions(rank: int, of_class: Any, elementwise: bool | None) -> None:
+    options, was = {"lr": 0.01}, "iteration" if of_class is Older else "step"
+    plain_model = make(Small)
+    plain = of_class(plain_model.parameters(), **options)
+    plain_model(data(0, 0)).backward()  # the same state on every rank
+    plain.step()
+    old = plain.state_dict()
+    for items in old["state"].values():
+        items[was] = int(items.pop("count" if of_class is Older else "step"))
+    plain.load_state_dict(old)
+    for plan in PLANS:
+        model = make(Small)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, of_class, elementwise=elementwise, **options)
+        optimizer.load_state_dict(old)
+        of_torch = of_class(make(Small).parameters(), **options)
+        of_torch.load_state_dict(old)
+        found, expected = (
+            [{key: type(value) for key, value in items.items()} for items in one.state_dict()["state"].values()]
+            for one in (optimizer, of_torch)
+        )
+        assert found == expected
+        model(data(rank, 1)).backward()
+        assert optimizer.step().applied
+        counts = {float(items["count" if of_class is Older else "step"]) for items in optimizer.state.values()}
+        assert counts == {2.0}
+
+
+def test_state_that_older_versions_of_a_class_have_saved_is_converted_as_in_torch() -> None:
+    """Step counts of torch before 1.12, and of others, are numbers: the first step raised, half done."""
+    cases = ((torch.optim.AdamW, None), (torch.optim.NAdam, None), (torch.optim.AdamW, False), (Older, None))
+    run_ranks(in_turn(of_older_versions, [*cases]), 2)
+
+
 class Late(torch.optim.SGD):
     """Begins an average of a parameter in the first step in which it has a gradient while the group wants one."""
 

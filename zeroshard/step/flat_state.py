@@ -216,6 +216,7 @@ class FlatState:
                 of_piece = [index for index in unit.layout.slots_in(piece.world) if loaded[index]]
                 if of_piece:
                     self._load_piece(piece, of_slot, next((of_slot[i] for i in of_piece if of_slot[i]), {}))
+        self.inner.bring_up_to_date()
 
     def _load_piece(self, piece: Piece, of_slot: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> None:
         """`first`: the state of a slot in the piece, for its keys."""

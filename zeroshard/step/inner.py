@@ -87,6 +87,13 @@ class Inner:
         if state:
             self.optimizer.state[tensor] = state
 
+    def bring_up_to_date(self) -> None:
+        """What `torch.optim.Optimizer.load_state_dict` does last: the class converts state that older versions of it
+        have saved (step counts that were no tensors)."""
+        optimizer: Any = self.optimizer
+        if optimizer.state and hasattr(optimizer, "__setstate__"):
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}

@@ -105,6 +105,7 @@ class OwnerState:
                 items = state.get(whole.parameter) or {}
                 options = self.inner.groups[whole.group]
                 self.inner.set_state(value, {key: self._loaded(key, item, options) for key, item in items.items()})
+        self.inner.bring_up_to_date()
 
     def _loaded(self, key: str, item: Any, options: Options) -> Any:
         if isinstance(item, SavedTensor):
