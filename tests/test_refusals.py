@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -140,6 +141,11 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "growth that shrinks": (lambda: DynamicScale(growth_factor=0.5), ("0.5", "2 is usual")),
     "unknown policy": (optimizer(non_finite="hope"), ("'hope'", "'raise', 'skip' or 'ignore'")),
     "a vector for a loss": (backward_of_a_vector, ("(2, 4)", "take its mean")),
+    **{
+        f"skip_norm_above of {value!r}": (optimizer(skip_norm_above=value), (repr(value), "above 0", "skips none"))
+        for value in (math.nan, 0.0, -1.0, True, "5")
+    },
+    "loss_scale=True": (optimizer(loss_scale=True), ("True", "'dynamic'", "Use 1.0 for no scaling")),
     "negative weight": (with_weight(-1.0), ("-1.0", "from 0")),
     "weight of NaN": (with_weight(math.nan), ("nan", "finite")),
     "weights of zero": (weights_of_zero, ("weights of all losses", "0")),
@@ -178,11 +184,55 @@ def test_value_and_remedy_on_every_rank_and_nobody_waits() -> None:
 
 
 @on_ranks(2)
+def test_calls_of_other_libraries_are_told_what_to_write(rank: int) -> None:
+    """torch's and Python's errors said nothing about zeroshard."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, handle = sharded()
+    with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer divides its .*ShardedOptimizer\(handle, torch.optim"):
+        zeroshard.ShardedOptimizer(handle, ZeroRedundancyOptimizer, lr=0.1)
+    optimizer: Any = zeroshard.ShardedOptimizer(handle, SGD, lr=1.0)
+    loss = model(torch.ones(2, 4)).sum()
+    for scaler in (torch.amp.GradScaler("cpu"), 1024.0, DynamicScale()):
+        with pytest.raises(TypeError, match=rf"of type {type(scaler).__name__}: write scaler=LossScaler\('dynamic'\)"):
+            optimizer.backward(loss, scaler=scaler)
+    optimizer.backward(loss)
+    for name, remedy in (
+        ("clip_norm", r"optimizer\.clip_grad_norm_\(1\.0\) before step"),
+        ("max_norm", r"optimizer\.clip_grad_norm_\(1\.0\) before step"),
+        ("clip_value", r"optimizer\.clip_grad_value_\(1\.0\) before step"),
+        ("grad_scaler", r"ShardedOptimizer\(..., loss_scale='dynamic'\), and optimizer.backward"),
+        ("lr", r"optimizer\.param_groups\[0\]\['lr'\]"),
+    ):
+        with pytest.raises(TypeError, match=rf"argument '{name}', which SGD does not take: write {remedy}"):
+            optimizer.step(**{name: 1.0})
+    with pytest.raises(TypeError, match=r"argument 'other', which SGD does not take$"):
+        optimizer.step(other=1)
+    for how, name in (("norm_", "max_norm"), ("value_", "clip_value")):
+        for found in (model.parameters(), None, [*model.parameters()], model[0].weight):
+            with pytest.raises(TypeError, match=rf"{name} must be a number, .*optimizer\.clip_grad_{how}\(1\.0\)"):
+                getattr(optimizer, f"clip_grad_{how}")(found)
+        getattr(optimizer, f"clip_grad_{how}")(torch.tensor(2.0))
+    with pytest.raises(TypeError, match="norm_type must be a number"):
+        optimizer.clip_grad_norm_(1.0, None)
+    assert float(optimizer.clip_grad_norm_(1.0, "inf")) > 0
+    assert optimizer.step().applied
+
+
+@on_ranks(2)
 def test_the_right_values_are_taken(rank: int) -> None:
     """The negative control: next to each refusal, what is allowed."""
     for precision in (None, "fp32", "bf16", "fp16", "bf16-remainder", MixedPrecision(reduce=BF16)):
         assert as_precision(precision) is None or zeroshard.shard(small(), "zero3", precision=precision)
-    for options in ({"lr": 0.0}, {"loss_scale": 2.0**-10}, {"loss_scale": "dynamic"}, {"non_finite": "skip"}):
+    for options in (
+        {"lr": 0.0},
+        {"loss_scale": 2.0**-10},
+        {"loss_scale": "dynamic"},
+        {"non_finite": "skip"},
+        {"skip_norm_above": 2},
+    ):
         optimizer(**options)()
     group(lr=0.0)()
     with_weight(0.5)()

@@ -161,17 +161,20 @@ def as_policy(
     """
     if loss_scale is None:
         return DynamicScale() if has_fp16 else None
-    return None if loss_scale == 1 else _policy_of(loss_scale)
+    is_one = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool) and loss_scale == 1
+    return None if is_one else _policy_of(loss_scale)
 
 
 def _policy_of(loss_scale: LossScalePolicy | float | Literal["dynamic"]) -> LossScalePolicy:
     if loss_scale == "dynamic":
         return DynamicScale()
-    if isinstance(loss_scale, (int, float)):
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return ConstantScale(float(loss_scale))
     if isinstance(loss_scale, (ConstantScale, DynamicScale)):
         return loss_scale
-    raise InvalidValue(f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}")
+    raise InvalidValue(
+        f"loss_scale must be a policy, a number, 'dynamic' or None, found {loss_scale!r}. Use 1.0 for no scaling"
+    )
 
 
 class LossScaler:

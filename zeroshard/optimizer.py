@@ -22,7 +22,14 @@ from zeroshard.io.logger import tell
 from zeroshard.loss_scale import LossScalePolicy, LossScaler, as_policy
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.outside_graphs import outside_graphs
-from zeroshard.model.right_call import expect_autograd, expect_class, expect_handle, expect_instance, expect_parameters
+from zeroshard.model.right_call import (
+    as_limit,
+    expect_autograd,
+    expect_class,
+    expect_handle,
+    expect_instance,
+    expect_parameters,
+)
 from zeroshard.model.room import with_room
 from zeroshard.step import taken_over
 from zeroshard.step.agreement import Agreement, NonFinite
@@ -61,7 +68,7 @@ class ShardedOptimizer(TorchOptimizer):
             scaling. Scaled losses must go through `backward`.
         non_finite: what a step does if the gradient is not finite: "raise" (the default if no loss was scaled), "skip"
             (the default if a loss was scaled), or "ignore".
-        skip_norm_above: skip steps whose gradient norm is larger.
+        skip_norm_above: skip steps whose gradient norm is larger; above 0. None: none are.
         elementwise: whether an unknown class updates every element on its own; None: found by a trial (see
             `granularity.py`).
         process_group: only for parameters without a handle.
@@ -202,8 +209,9 @@ class ShardedOptimizer(TorchOptimizer):
             ValueError: `max_norm` or `norm_type` is not positive.
             RuntimeError: as `step`; or `error_if_nonfinite` is set and the norm is not finite.
         """
-        clip = partial(self._clips.by_norm, needs_host=error_if_nonfinite)
-        return self._carry_out("clip_grad_norm_", partial(clip, float(max_norm), float(norm_type), self._ask))
+        numbers = as_limit("max_norm", max_norm), as_limit("norm_type", norm_type)
+        clip = partial(self._clips.by_norm, *numbers, self._ask, needs_host=error_if_nonfinite)
+        return self._carry_out("clip_grad_norm_", clip)
 
     @outside_graphs
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -214,7 +222,7 @@ class ShardedOptimizer(TorchOptimizer):
             ValueError: `clip_value` is not positive.
             RuntimeError: gradients set by hand wait for their mean.
         """
-        self._clips.by_value(clip_value)
+        self._clips.by_value(as_limit("clip_value", clip_value))
 
     @_called_in_loops
     @torch.no_grad()
@@ -409,6 +417,12 @@ def scaled_loss(
     if loss.numel() != 1 and "gradient" not in arguments:
         raise InvalidValue(
             f"the loss must be a scalar, found shape {tuple(loss.shape)}: take its mean, or pass gradient="
+        )
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise InvalidType(
+            f"backward: scaler must be a zeroshard.LossScaler, found an object of type {type(scaler).__name__}: write "
+            "scaler=LossScaler('dynamic'), once before the loop, or leave it out and pass loss_scale='dynamic' to "
+            "ShardedOptimizer"
         )
     weight = None if weight is None else float(weight)  # a tensor too: it may be a sum over a mask
     if weight is not None and not 0 <= weight < math.inf:

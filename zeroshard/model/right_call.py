@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -206,6 +207,11 @@ def expect_class(found: object, positional: Sequence[object], named: Iterable[st
     Raises:
         TypeError: an instance, a name, or something else; arguments without a name; parameters.
     """
+    if isinstance(found, type) and hasattr(found, "consolidate_state_dict"):
+        raise InvalidType(
+            f"optimizer_class: {found.__name__} divides its state over the ranks itself: pass the class that it was "
+            "given, ShardedOptimizer(handle, torch.optim.AdamW, lr=...), whose state is divided here"
+        )
     if isinstance(found, type) and all(hasattr(found, name) for name in ("step", "zero_grad")):
         if "params" in named or (positional and (isinstance(positional[0], nn.Parameter) or _is_many(positional[0]))):
             raise InvalidType(
@@ -237,8 +243,41 @@ def expect_class(found: object, positional: Sequence[object], named: Iterable[st
     )
 
 
+def as_limit(name: str, found: object) -> float:
+    """The argument of a clip as a number.
+
+    Raises:
+        TypeError: something else; torch's functions have the parameters in its place."""
+    with suppress(TypeError, ValueError, RuntimeError):  # of a tensor of many elements
+        return float(found)  # type: ignore[arg-type]
+    call = "clip_grad_value_(1.0)" if name == "clip_value" else "clip_grad_norm_(1.0)"
+    raise InvalidType(
+        f"{name} must be a number, found {_kind(found)}: write optimizer.{call}, which clips the gradients of all "
+        "parameters of the optimizer, and takes no parameters"
+    )
+
+
 def _is_many(found: object) -> bool:
     return isinstance(found, Iterable) and not isinstance(found, (str, tuple))
+
+
+_BESIDE_STEP = {
+    "optimizer.clip_grad_norm_(1.0) before step(), with the norm": (
+        *("clip_norm", "max_norm", "max_grad_norm", "grad_norm", "clip_grad_norm", "gradient_clipping", "clip_grad"),
+        "gradient_clip_val",
+    ),
+    "optimizer.clip_grad_value_(1.0) before step(), with the bound": ("clip_value", "clip_grad_value"),
+    "ShardedOptimizer(..., loss_scale='dynamic'), and optimizer.backward(loss) in place of loss.backward()": (
+        *("grad_scaler", "scaler", "amp_scaler", "grad_scale", "scale", "loss_scale", "found_inf"),
+    ),
+    "optimizer.param_groups[0]['lr'] = ... before step(), or a scheduler": ("lr", "learning_rate"),
+}
+"""What to write -> arguments of `step` that others have in its place (DeepSpeed, apex, FairScale, Accelerate)."""
+
+
+def beside_step(name: str) -> str:
+    """For the message about an argument that `step` does not take: what to write; "" if that is not known."""
+    return next((f": write {remedy}" for remedy, names in _BESIDE_STEP.items() if name in names), "")
 
 
 def expect_instance(found: object, *, is_sharded: bool) -> None:

@@ -106,7 +106,7 @@ class Agreement:
         self.losses = engine.ledger.open_account(scaler)
         are_equal = engine.plan.mean is REPLICATED and engine.collectives.mesh.world.size > 1
         self.same = SameGradients(engine.collectives) if are_equal else None
-        self._non_finite, self._skip_norm_above = non_finite, skip_norm_above
+        self._non_finite, self._skip_norm_above = non_finite, _limit(skip_norm_above)
         self._reported, self.clipping = SettingsReport(), Clipping()
         self.ahead, self.own_norms = Ahead(engine, groups, steppers), OwnNorms(engine, groups, steppers)
         engine.collectives.messages.introduce(_AGAIN, updates=True)
@@ -426,6 +426,17 @@ class Agreement:
             first = min(micro_batch for micro_batch, *_ in origins)
             return "; ".join(f"{what} on rank {rank}" for micro_batch, what, rank in origins if micro_batch == first)
         return f"in the sum over ranks of {', '.join(names[:5]) or 'some parameter'}{' and others' * (len(names) > 5)}"
+
+
+def _limit(skip_norm_above: float | None) -> float | None:
+    """Raises:
+    ValueError: it is no number above 0."""
+    if skip_norm_above is not None and (isinstance(skip_norm_above, (bool, str)) or not skip_norm_above > 0):
+        raise InvalidValue(
+            f"skip_norm_above must be a number above 0, found {skip_norm_above!r}: every step would be skipped. None, "
+            "or leaving it out, skips none"
+        )
+    return skip_norm_above
 
 
 def _address(gradient: Tensor) -> int:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from zeroshard.comm.together import tell_together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.absent import as_tensors
+from zeroshard.model.right_call import beside_step
 from zeroshard.model.trees import tensors_in
 from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options, options_in
 
@@ -318,7 +319,9 @@ def expect_arguments(classes: Sequence[OptimizerClass], arguments: Options) -> N
         takers = [one for one in classes if name in arguments_for(one, arguments)]
         if not takers:
             names = ", ".join(one.__name__ for one in dict.fromkeys(classes))
-            raise InvalidType(f"step() got an unexpected keyword argument {name!r}, which {names} does not take")
+            raise InvalidType(
+                f"step() got an unexpected keyword argument {name!r}, which {names} does not take{beside_step(name)}"
+            )
         if any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in tree_leaves(value)):
             raise InvalidValue(f"step({name}=...) holds tensors of many elements: only numbers can be passed on")
 
