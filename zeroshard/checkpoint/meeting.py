@@ -34,6 +34,7 @@ from zeroshard.failures.bell import Pauses
 from zeroshard.failures.heartbeat import BEAT_SECONDS
 from zeroshard.failures.rank_watch import GRACE_SECONDS, Watch
 from zeroshard.ranks.backends import timeout_of
+from zeroshard.ranks.clock import LOOK_SECONDS, Clock
 
 _PART = 1 << 20  # a store refuses long values
 _FOLLOWERS = 64
@@ -44,7 +45,7 @@ Report = list[Any]
 
 
 Counts = dict[int, tuple[int, float]]
-"""Rank -> its heartbeat counter, and the time at which it was last seen to change."""
+"""Rank -> its heartbeat counter, and the time at which it was last seen to change, by the clock of the meeting."""
 
 
 class Stopped(Exception):
@@ -72,6 +73,7 @@ class Meeting:
         self._last_beat = 0.0
         slower = max(1.0, self.size / _RANKS_AT_FULL_PACE)
         self._pace = max(BEAT_SECONDS, min(BEAT_SECONDS * slower, self._timeout / 4))
+        self._clock = Clock(max(LOOK_SECONDS, self._pace))
         self._mine = [f"beat-{self.rank}"]  # keys that this rank has set, for `forget`
         self._reports: list[Report] = []  # of this rank and of the ranks whose reports it gathers
         self._combine = combine
@@ -238,7 +240,7 @@ class Meeting:
 
     def _is_silent(self, rank: int, counts: Counts) -> bool:
         """Whether the rank has sent no heartbeat for the timeout. `counts`: as seen at the last calls; updated."""
-        now, count = time.monotonic(), self._store.add(f"beat-{rank}", 0)
+        now, count = self._clock.seconds(), self._store.add(f"beat-{rank}", 0)
         if rank not in counts or counts[rank][0] != count:
             counts[rank] = count, now
         return now - counts[rank][1] > self._timeout

@@ -8,7 +8,6 @@ followers.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -20,6 +19,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.failures import watch
 from zeroshard.failures.bell import Pauses
 from zeroshard.failures.positions import HERE, Wait
+from zeroshard.ranks.clock import Patience
 
 
 class Orders:
@@ -69,14 +69,14 @@ class Orders:
         wait = Wait(
             f"orders {self._name}", self._next, (self._ranks[self.leader],), "a join, for the others' next step"
         )
-        pauses, since = Pauses(None, 0.01), time.monotonic()
+        pauses, patience = Pauses(None, 0.01), Patience(self._timeout)
         with HERE.waiting(wait):
             while not self._store.check([self._key(self._next)]):
                 pauses.wait(self._timeout)
                 current = watch.current()
                 if current is not None:
                     current.expect_alive([self._ranks[self.leader]])
-                elif time.monotonic() - since > self._timeout:
+                elif patience.left <= 0:
                     raise InvalidState(
                         f"join: rank {self._ranks[self.leader]} has inputs left, and has sent no order for "
                         f"{self._timeout:.0f} s (zeroshard.init() would report the reason)"

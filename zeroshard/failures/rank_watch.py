@@ -183,7 +183,8 @@ class Watch:
             cause = self._hear(patience=_OTHERS_PATIENCE)
         if cause is not None:
             return LostPeer.because(cause)
-        found = self._whom_to_blame(closed=error is not None and bool(_CLOSED.search(str(error))))
+        closed = error is not None and bool(_CLOSED.search(str(error)))
+        found = [*self._own_stop(), *self._whom_to_blame(closed=closed)]
         self._ask(self._notices.has_looked, None)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
@@ -383,6 +384,18 @@ class Watch:
             if time.monotonic() >= end or self._peers.is_clear:
                 return self._peers.blame(closed=closed, timeout=self._heart.pace.timeout)
             time.sleep(BEAT_SECONDS / 2)
+
+    def _own_stop(self) -> list[str]:
+        """A line if this rank was stopped for so long that its own wait, or that of a rank which was stopped with it,
+        has ended. (gloo counts that time, too; `Patience` does not.)"""
+        (noticed, seconds), timeout = self.line.clock.stop, self._heart.pace.timeout
+        # A wait that began meanwhile has ended since, and this rank has waited for what another one finds.
+        if seconds < timeout / 2 or time.monotonic() - noticed > 2 * timeout + _OTHERS_PATIENCE:
+            return []
+        return [
+            f"rank {self.rank} ({self._peers.me}) did not run for {seconds:.0f} s: a signal stopped it (Control-Z, a "
+            f"job that is suspended, a container that is paused), and a collective takes {timeout:.0f} s at most"
+        ]
 
     def _on_silence(self) -> str:
         store = f"the store of the process group{_address(self.of_store)}"

@@ -12,7 +12,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from zeroshard.errors import Error
 from zeroshard.failures.positions import ON_WATCH
+from zeroshard.ranks.clock import Clock, Patience
 
 T = TypeVar("T")
 _GONE = "the store of the process group is gone"
@@ -38,18 +39,18 @@ class Attended:
     `silent_for` of the `StoreLine` tells since when.
 
     Attributes:
-        asked: start of the call that is open.
+        asked: start of the call that is open, by the clock of its line.
         error: what the store has raised last.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, clock: Clock | None = None) -> None:
+        self._store, self._clock = store, clock or Clock()
         self.asked: float | None = None
         self.error: RuntimeError | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            self.asked = time.monotonic()
+            self.asked = self._clock.seconds()
             try:
                 return getattr(self._store, name)(*arguments)
             except RuntimeError as error:
@@ -64,11 +65,12 @@ class Attended:
 class StoreLine:
     """Attributes:
     gone: a call to the store has failed, as it has closed the connection, for example.
+    clock: of the time for which this process has run.
     """
 
     def __init__(self, store: Store, beat: Callable[[Store], None], beat_seconds: float) -> None:
         """`beat` is called on the thread every `beat_seconds`, until `close`."""
-        self.gone = False
+        self.gone, self.clock = False, Clock()
         self._beat, self._beat_seconds = beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._last: Callable[[Store], Any] | None = None
@@ -88,10 +90,11 @@ class StoreLine:
         self._jobs.put((job, future))
         if self.gone:  # only now: it may end while the job is queued
             self._refuse_all()
-        try:
-            return future.result(patience)
-        except TimeoutError:
-            raise Silent(f"the store of the process group has not answered for {self.silent_for():.0f} s") from None
+        waits = Patience(patience)
+        while not wait([future], waits.pause).done:
+            if waits.left <= 0:
+                raise Silent(f"the store of the process group has not answered for {self.silent_for():.0f} s")
+        return future.result()
 
     def hurry(self) -> None:
         """Make the next beat due now. Any thread may call it."""
@@ -99,14 +102,16 @@ class StoreLine:
 
     def attend(self, store: Store) -> Attended:
         """The store, for calls of other threads, so that `silent_for` includes them."""
-        attended = Attended(store)
+        attended = Attended(store, self.clock)
         self._attended.add(attended)
         return attended
 
     def silent_for(self) -> float:
-        """Seconds since the oldest call that the store has not answered yet; 0 if no call is open."""
+        """Seconds since the oldest call that the store has not answered yet; 0 if no call is open. Time for which this
+        process was stopped is left out, provided that this is called every second."""
+        now = self.clock.seconds()
         asked = [asked for one in list(self._attended) if (asked := one.asked) is not None]
-        return time.monotonic() - min(asked) if asked else 0.0
+        return max(0.0, now - min(asked)) if asked else 0.0
 
     @property
     def error(self) -> str:

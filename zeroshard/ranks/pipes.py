@@ -20,7 +20,6 @@ import select
 import signal
 import struct
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from zeroshard.errors import Error, InvalidState
+from zeroshard.ranks.clock import Patience
 from zeroshard.ranks.shared_memory import Process, open_of_peer
 
 MOST_BYTES = 16 << 10
@@ -39,8 +39,8 @@ MOST_BYTES = 16 << 10
 _HEADER = struct.Struct("=QI")
 _AT_ONCE = 1 << 16
 """Bytes read from a pipe in one call: the default capacity of a pipe."""
-_LONG, _SHORT = 60.0, 0.01
-"""Seconds: the longest poll; and how often a thread that wants to write tries again while another thread polls."""
+_SHORT = 0.01
+"""Seconds: how often a thread that wants to write tries again while another thread polls."""
 
 FORKED = (
     "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever gathers, "
@@ -291,7 +291,7 @@ class Pipes:
         self._expect_original()
         peer = self._peers[rank]
         data = _HEADER.pack(channel, len(message)) + message
-        deadline = time.monotonic() + self._timeout
+        patience = Patience(self._timeout)
         with self._locked:
             # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
             peer.unsent += data
@@ -302,7 +302,7 @@ class Pipes:
                 except BlockingIOError:
                     # The peer's pipe is full. The peer may itself be blocked in a write to this rank: unless this rank
                     # reads while it waits, neither continues.
-                    self._take_in(deadline, peer, writes=True)
+                    self._take_in(patience, peer, writes=True)
                 except OSError as error:
                     raise PeerGone(f"connection to rank {rank} closed: {error}") from None
         return _SENT
@@ -336,11 +336,11 @@ class Pipes:
         if is_there():
             return
         self._expect_original()
-        deadline = time.monotonic() + self._timeout
+        patience = Patience(self._timeout)
         with self._locked:
             while not is_there():
                 self._expect_open(self._peers[rank])
-                self._take_in(deadline, self._peers[rank])
+                self._take_in(patience, self._peers[rank])
 
     def read(self) -> None:
         """Read what has come, without waiting."""
@@ -380,18 +380,18 @@ class Pipes:
             self._changed.acquire()
             self._locked.holder = threading.get_ident()
 
-    def _take_in(self, deadline: float, peer: _Peer, *, writes: bool = False) -> None:
-        """Wait until something can be read (or written to the peer, if `writes`), and read it. At most one thread
-        polls, and reads for all threads that wait."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            # This process itself may have been stopped for all this time: then the message is there.
+    def _take_in(self, patience: Patience, peer: _Peer, *, writes: bool = False) -> None:
+        """Wait until something can be read (or written to the peer, if `writes`), or a second has passed, and read it.
+        At most one thread polls, and reads for all threads that wait."""
+        pause = patience.pause
+        if not pause:
+            # This process may have had no processor for all this time: then the message is there.
             if self._read(self._peers.values()):
                 return
             self._close(f"timed out after {self._timeout:.0f} s")
             raise PeerGone(f"timed out waiting for rank {peer.rank}: nothing came for {self._timeout:.0f} s")
         if self._polls not in (None, threading.get_ident()):
-            self._changed.wait(min(left, _SHORT) if writes else left)
+            self._changed.wait(min(pause, _SHORT) if writes else pause)
             self._locked.holder = threading.get_ident()  # another thread had the lock
             return
         # This thread may be here already, just before its poll: garbage collection can run a `__del__` that waits. To
@@ -402,7 +402,7 @@ class Pipes:
             if writes:
                 self._poller.register(peer.outbox, select.POLLOUT)
             with self._unlocked():
-                ready = {file for file, _ in self._poller.poll(1000 * min(left, _LONG))}
+                ready = {file for file, _ in self._poller.poll(1000 * pause)}
         finally:
             if writes:
                 with suppress(KeyError):  # interrupted before it was registered
