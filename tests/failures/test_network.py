@@ -21,6 +21,7 @@ from tests.failures.common import wait_until_noted
 from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
+from zeroshard.failures import processes
 from zeroshard.failures.blame import Seen, blame
 from zeroshard.failures.found import stopped_of_this_job
 from zeroshard.failures.notices import Beat, Notices
@@ -171,6 +172,26 @@ def test_a_process_that_cannot_be_looked_at_runs(monkeypatch: pytest.MonkeyPatch
         assert stopped_of_this_job() == {}  # it raised, and the process was not ended any more
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+@pytest.mark.parametrize("answer", [PermissionError, None])
+def test_a_process_that_proc_hides_runs(monkeypatch: pytest.MonkeyPatch, answer: type[OSError] | None) -> None:
+    """Ranks of several users, where /proc is mounted with `hidepid`: each reported its neighbours as dead, and all
+    ended."""
+    me, other = Who.this(), Who.of_process(os.getppid())
+
+    def hidden(path: str, *mode: str) -> Any:
+        raise FileNotFoundError(path)
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (other.pid, 0)
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(processes, "open", hidden, raising=False)
+    assert (other.state, Who(me.host, 2**22 + 1, 1, me.name).state) == ("runs", "ended")  # no process has this number
+    monkeypatch.setattr(processes.os, "kill", kill)
+    assert other.state == "runs" and other.is_neighbour_of(me) and not is_stopped(other.pid)
 
 
 def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:

@@ -66,7 +66,7 @@ def is_stopped(pid: int) -> bool:
 
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of a process; ("X", 0) if there is no such process, (_UNKNOWN, 0) if this process
-    cannot look: it may have no descriptor left at this moment."""
+    cannot look: it may have no descriptor left at this moment, or the other one is hidden."""
     try:
         # Bytes: the system cuts the program's name off after 15 of them, also in the middle of a character.
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -74,9 +74,18 @@ def _stat(pid: int) -> tuple[str, int]:
             fields = file.read().rpartition(b")")[2].split()
         return fields[0].decode(), int(fields[19])
     except (FileNotFoundError, ProcessLookupError):
-        return "X", 0
+        return _UNKNOWN if _is_hidden(pid) else "X", 0
     except (OSError, IndexError, ValueError):
         return _UNKNOWN, 0
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process, although /proc does not show it: `hidepid` hides those of other users."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return True
 
 
 def _host() -> str:
