@@ -24,7 +24,7 @@ from tests.patience import AT_ONCE, wait_until
 from zeroshard.failures import processes
 from zeroshard.failures.blame import Seen, blame
 from zeroshard.failures.found import stopped_of_this_job
-from zeroshard.failures.notices import Beat, Notices
+from zeroshard.failures.notices import Beat, Notices, _name
 from zeroshard.failures.peers import Peers
 from zeroshard.failures.processes import Who, _stat, is_stopped
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
@@ -192,6 +192,17 @@ def test_a_process_that_proc_hides_runs(monkeypatch: pytest.MonkeyPatch, answer:
     assert (other.state, Who(me.host, 2**22 + 1, 1, me.name).state) == ("runs", "ended")  # no process has this number
     monkeypatch.setattr(processes.os, "kill", kill)
     assert other.state == "runs" and other.is_neighbour_of(me) and not is_stopped(other.pid)
+
+
+def test_a_seat_that_is_counted_and_not_written_yet_is_not_waited_for() -> None:
+    """The read would last until the timeout of the store, and the rank would send no heartbeat meanwhile."""
+    me, store, notices = Who.this(), HashStore(), Notices(0, 3)
+    notices.come(store, me)
+    host = _name(me)
+    assert store.add(f"seats-{host}", 1) == 2
+    assert notices.on_host_of(store, me, 0) == [0]
+    store.set(f"seat-{host}-2", "2")
+    assert notices.on_host_of(store, me, 1) == [2]
 
 
 def test_a_rank_looks_at_the_processes_of_its_own_host_alone() -> None:

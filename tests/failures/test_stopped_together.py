@@ -25,6 +25,7 @@ from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.comm.messages import Messages
 from zeroshard.comm.orders import Orders
 from zeroshard.comm.shared_transport import SharedTransport
+from zeroshard.failures.rank_watch import Watch
 from zeroshard.failures.store_line import StoreLine
 from zeroshard.ranks import clock
 from zeroshard.ranks.clock import Clock, Patience
@@ -162,3 +163,12 @@ def test_a_rank_without_inputs_does_not_count_the_time_of_a_stop(moments: Simple
     orders._store = Store()  # type: ignore[assignment]
     orders.meet([0])
     assert orders.take() == ["step"]
+
+
+@pytest.mark.parametrize(("stop", "ago", "is_told"), [(5.0, 1.0, True), (2.0, 1.0, False), (5.0, 60.0, False)])
+def test_only_a_long_stop_a_short_while_ago_is_told(stop: float, ago: float, is_told: bool) -> None:
+    watch: Any = Watch.__new__(Watch)
+    watch.rank, watch._peers = 0, SimpleNamespace(me="here")
+    watch.line = SimpleNamespace(clock=SimpleNamespace(stop=(time.monotonic() - ago, stop)))
+    watch._heart = SimpleNamespace(pace=SimpleNamespace(timeout=8.0))
+    assert bool(watch._own_stop()) == is_told
