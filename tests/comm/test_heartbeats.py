@@ -19,6 +19,7 @@ from tests.failures.common import Ranks
 from tests.patience import HANG, wait_until
 from zeroshard.failures import boards, heartbeat, watch
 from zeroshard.failures.blame import OUTSIDE
+from zeroshard.failures.boards import make_board
 from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.positions import Position, Wait
@@ -278,3 +279,13 @@ def test_without_the_gil_no_other_thread_is_looked_at(monkeypatch: pytest.Monkey
     finally:
         go_on.set()
         thread.join()
+
+
+def test_a_rank_speaks_for_higher_ranks_only() -> None:
+    """Two ranks that list each other would both be silent."""
+    heart = Heartbeats(1, Notices(1, 3), 120.0)
+    for rank in (0, 2):
+        board = make_board()
+        assert board is not None and board.post(1, "a beat", ())
+        heart._boards[rank] = board
+    assert list(heart._others()) == [2]
