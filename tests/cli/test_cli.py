@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -246,6 +247,21 @@ def test_a_continued_run_takes_its_own_copy_of_the_models_configuration(tmp_path
     assert (config.run.out, config.schedule.steps, config.optimizer.lr) == (str(run_folder), 7, 0.5)
     given = _continued(run_folder, (), {"model.config": "/other", "run.out": "/elsewhere"})
     assert (given.model.config, given.run.out) == ("/other", "/elsewhere")
+
+
+def test_options_of_a_continued_run_are_checked_beside_its_own_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were checked beside the defaults, too: `--run.keep_every` was refused for a run that saves."""
+    kept = "[run]\nsave_every = 2\n[parallel]\nprecision = 'fp16'\n"
+    (tmp_path / "config.toml").write_text(kept)
+    configs: list[Any] = []
+    monkeypatch.setattr("zeroshard.train.loop.train", lambda config, **how: configs.append((config, how["resume"])))
+    options = ["--run.keep_every", "4", "--optimizer.loss_scale_growth", "7", "--nproc", "1"]
+    assert run(["train", "--resume", str(tmp_path), *options]) == 0
+    ((config, resume),) = configs
+    assert (config.run.keep_every, config.run.out, resume) == (4, str(tmp_path), tmp_path)
+    assert run(["train", "--out", str(tmp_path / "new"), *options]) == 2
 
 
 def test_steps_that_lack_their_manifest_are_no_reason_to_begin_anew(tmp_path: Path) -> None:

@@ -98,6 +98,12 @@ def test_other_names_are_refused_with_the_choices(tmp_path: Path, written: str) 
         resolved(tmp_path, f"[parallel]\n{written}\n")
 
 
+def test_a_value_in_the_place_of_a_section_is_refused_beside_options(tmp_path: Path) -> None:
+    """It was a TypeError, with its traceback."""
+    with pytest.raises(UserError, match=r"config\.toml: run = 3: expected a section, \[run\]"):
+        resolved(tmp_path, "run = 3", run__out="a")
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read the configuration .*: No such file"):
         resolve([tmp_path / "absent.toml"], {})

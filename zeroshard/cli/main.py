@@ -189,7 +189,7 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
     standard library's source, or --data. The last part of an option's name is enough where only one option has it: --lr
     for --optimizer.lr.
     """
-    from zeroshard.train.config import check_divides, resolve, with_values
+    from zeroshard.train.config import check_divides, out_of, resolve, with_values
     from zeroshard.train.data import prepare
     from zeroshard.train.launch import already_refused, start_ranks, under_launcher
     from zeroshard.train.loop import train as train_this_rank
@@ -199,8 +199,7 @@ def train(context: click.Context, /, files: tuple[Path, ...], resume: str, **val
         return BAD_INPUT
     overrides = {name.replace("__", "."): value for name, value in values.items() if value is not None}
     _expect_own_ranks(overrides)
-    out = resolve(list(files), overrides).run.out
-    saved, occupied = _saved_run(resume, out)
+    saved, occupied = _saved_run(resume, out_of(list(files), overrides))
     config = resolve(list(files), overrides) if saved is None else _continued(saved, files, overrides)
     nproc = _number_of_ranks(config, overrides.get("parallel.nproc"))
     config = with_values(config, parallel={"nproc": nproc})
@@ -246,7 +245,7 @@ def _saved_run(resume: str, out: str) -> tuple[Path | None, bool]:
 def _continued(saved: Path, files: tuple[Path, ...], overrides: Mapping[str, Any]) -> Config:
     """The configuration of a run that is continued: the saved one, overridden. A model of transformers is built from
     the copy of its configuration in the run's folder, unless the command line names one."""
-    from zeroshard.train.config import UserError, resolve, with_values
+    from zeroshard.train.config import UserError, out_of, resolve, with_values
     from zeroshard.train.release import FOLDER
 
     path, kept = saved / "config.toml", saved / FOLDER / "config.json"
@@ -255,7 +254,7 @@ def _continued(saved: Path, files: tuple[Path, ...], overrides: Mapping[str, Any
     config = resolve([path, *files], overrides)
     if config.model.config and "model.config" not in overrides and kept.is_file():
         config = with_values(config, model={"config": str(kept)})
-    return with_values(config, run={"out": resolve(list(files), overrides).run.out or str(saved)})
+    return with_values(config, run={"out": out_of(list(files), overrides) or str(saved)})
 
 
 def _number_of_ranks(config: Config, asked: int | None) -> int:

@@ -183,7 +183,7 @@ class Config(_Section):
         if growth != OptimizerConfig().loss_scale_growth and not is_scaled:
             raise InvalidValue(
                 f"optimizer.loss_scale_growth = {growth}: there is no loss scale in {self.parallel.precision}, unless "
-                "optimizer.loss_scale is given; leave it out"
+                f"optimizer.loss_scale is given; leave it out, or set {OptimizerConfig().loss_scale_growth}"
             )
         if self.run.keep_every is not None and not self.run.save_every:
             raise InvalidValue(
@@ -218,6 +218,20 @@ def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:
     Raises `UserError` naming the file, the key, the value and what was expected; for an unknown key, the nearest known
     one.
     """
+    return _checked(*_merged(files, overrides))
+
+
+def out_of(files: list[Path], overrides: Mapping[str, Any]) -> str:
+    """`run.out` as `resolve` would find it. Nothing else is checked: beside the configuration of a saved run, which is
+    not known before, other fields may well go together."""
+    values, origins = _merged(files, overrides)
+    section = values.get("run")
+    given = {key: value for key, value in section.items() if key == "out"} if isinstance(section, dict) else {}
+    return _checked({"run": given}, origins).run.out
+
+
+def _merged(files: list[Path], overrides: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """The values of all sources, not yet checked; and the files of those that come from files."""
     values: dict[str, Any] = {}
     origins: dict[str, Path] = {}  # "section" and "section.name" -> the file that it comes from
     for path in files:
@@ -230,10 +244,12 @@ def resolve(files: list[Path], overrides: Mapping[str, Any]) -> Config:
                 values[section] = content
     for key, value in overrides.items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
+        if not isinstance(values.setdefault(section, {}), dict):
+            continue  # a file has something else in its place, which is refused
+        values[section][name] = value
         for one in (key, section):  # a section as a whole is then the command line's, too
             origins.pop(one, None)
-    return _checked(values, origins)
+    return values, origins
 
 
 def with_values(config: Config, **sections: Mapping[str, Any]) -> Config:
