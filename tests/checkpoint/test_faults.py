@@ -245,22 +245,30 @@ def test_an_interrupt_stays_one_and_the_other_ranks_are_told(tmp_path: Path) -> 
 
     def check(rank: int) -> None:
         handle = zeroshard.shard(nn.Linear(2, 2), "zero1")
-        for step, (victim, module, name, told) in enumerate(
+        publish = publishing.publish
+
+        def behind_the_rename(*arguments: Any) -> None:
+            publish(*arguments)
+            raise KeyboardInterrupt
+
+        in_place = "step . is in place, but rank 0 failed .*: KeyboardInterrupt"
+        for step, (victim, module, name, told, *other) in enumerate(
             [
                 (1, files, "write", "step 0 was not saved: rank 1: KeyboardInterrupt"),
                 (0, files, "write", "step 1 was not saved: rank 0: KeyboardInterrupt"),
                 (0, publishing, "publish", "step 2 was not saved: KeyboardInterrupt"),
-                (0, publishing, "set_latest", "step 3 is in place, but rank 0 failed .*: KeyboardInterrupt"),
+                (0, publishing, "set_latest", in_place),
+                (0, publishing, "publish", in_place, behind_the_rename),
             ]
         ):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == victim:
-                    patch.setattr(module, name, interrupted)
+                    patch.setattr(module, name, *other or [interrupted])
                 with pytest.raises(KeyboardInterrupt if rank == victim else zeroshard.CheckpointError) as caught:
                     zeroshard.save(tmp_path, handle, step=step)
             assert rank == victim or re.search(told, str(caught.value))
         handle.engine.collectives.exchange_objects(None)
-        assert sorted(os.listdir(tmp_path)) == ["step-3"]
+        assert sorted(os.listdir(tmp_path)) == ["step-3", "step-4"]
         zeroshard.save(tmp_path, handle, step=3)
 
     run_ranks(check, 2)

@@ -183,7 +183,7 @@ def test_sweep_leaves_what_a_living_save_holds_and_what_is_not_ours(tmp_path: Pa
     assert lock is not None
     sweep(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [LATEST, "my notes", "step-1", "step-3.tmp-cd"]
-    os.close(lock)
+    files.unlock(lock)
     sweep(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [LATEST, "my notes", "step-1"]
 
@@ -215,7 +215,7 @@ def test_an_old_step_counts_until_the_new_one_is_there(tmp_path: Path) -> None:
         assert lock is not None
         sweep(tmp_path)
         assert find(tmp_path, 1).name == "step-1.old-ab", "a living save is just replacing it"
-        os.close(lock)
+        files.unlock(lock)
         follow()
         assert find(tmp_path, 1).name == "step-1"
     assert sorted(os.listdir(tmp_path)) == [LATEST, "step-1", "step-2"]

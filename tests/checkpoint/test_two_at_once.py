@@ -7,8 +7,11 @@ import errno
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -237,6 +240,43 @@ def interrupt(rank: int, directory: Path) -> None:
 def test_an_interrupt_in_the_last_rename_is_no_other_process(tmp_path: Path) -> None:
     """It became a CheckpointError, which said that another process had saved the step."""
     run_ranks(interrupt, 1, tmp_path / "steps")
+
+
+class Interrupter:
+    """A profile function that raises a KeyboardInterrupt at the n-th moment at which one can come: where a function of
+    the files that give names and locks begins, and behind each call of the system there."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        of_locks = frame.f_code.co_name in ("lock_folder", "unlock", "release", "_made_and_locked")
+        if (of_locks or frame.f_code.co_filename == publishing.__file__) and event in ("call", "c_return"):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+def interrupt_everywhere(rank: int, base: Path) -> int:
+    handle = zeroshard.shard(nn.Linear(2, 2), "zero1")
+    for moment in itertools.count(1):
+        directory, interrupter = base / str(moment), Interrupter(moment)
+        zeroshard.save(directory, handle, step=1)
+        with suppress(KeyboardInterrupt):
+            sys.setprofile(interrupter)
+            zeroshard.save(directory, handle, step=1)
+        sys.setprofile(None)
+        zeroshard.save(directory, handle, step=1)
+        assert sorted(os.listdir(directory)) == ["latest", "step-1"], moment
+        if interrupter.left > 0:
+            return moment
+    raise AssertionError
+
+
+def test_an_interrupt_leaves_no_step_locked(tmp_path: Path) -> None:
+    """From then on each save of that step said that another process had saved it."""
+    assert run_ranks(interrupt_everywhere, 1, tmp_path)[0] > 30
 
 
 def rename_again(rank: int, directory: Path) -> None:

@@ -56,7 +56,7 @@ Part = dict[str, Any]
 class Opened:
     """The temporary folder of a step: the lock on it, and the folder that had the name of the step at that time."""
 
-    lock: int
+    lock: files.Lock
     replaces: folders.Identity
 
 
@@ -105,6 +105,7 @@ class Job:
         the other ranks, and the error."""
         step, verdict = self.base.step, ""
         failure: Exception | None = None
+        ours: folders.Identity = None
         try:
             manifest = merged(self.base, self.meeting.gather())
             data = manifest.encode()
@@ -112,13 +113,17 @@ class Job:
             # The last file to be written: a folder without a manifest is not a checkpoint, so a crash before this line
             # leaves nothing that could be loaded. `publish` then gives the folder its name, which commits it.
             files.write_new(self.folder / MANIFEST_NAME, data)
+            ours = folders.identity(self.folder)
             self.meeting.beat()
             assert self.opened is not None, "rank 0"
             publishing.publish(self.folder, step, self.base.id, self.opened.replaces)
         except BaseException as error:
             # Before `discard`: a rank that still writes would create files in the folder while it is removed.
             self.meeting.let_stop()
-            verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
+            if ours is not None and folders.identity(self.folder.with_name(folders.step_name(step))) == ours:
+                verdict = in_place(step, error)  # an interrupt that came behind the rename
+            else:
+                verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
             if not isinstance(error, Exception):
                 raise
@@ -130,8 +135,7 @@ class Job:
             publishing.set_latest(self.folder.parent, step, self.base.id)
             pruning.sweep(self.folder.parent)
         except BaseException as error:
-            follows = "rank 0 failed in what follows (sync, latest, sweep)"
-            verdict = f"step {step} is in place, but {follows}: {in_words(error)}"
+            verdict = in_place(step, error)
             if not isinstance(error, Exception):
                 raise
             failure = error
@@ -147,6 +151,11 @@ def file_name(rank: int) -> str:
 def file_metadata(step: int, unique: str, rank: int) -> dict[str, str]:
     """The metadata of a rank's file. Different for every file, so that swapped files are found."""
     return {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(rank)}"}
+
+
+def in_place(step: int, error: BaseException) -> str:
+    """The verdict where an error came behind the rename, which commits a step."""
+    return f"step {step} is in place, but rank 0 failed in what follows (sync, latest, sweep): {in_words(error)}"
 
 
 def discard(folder: Path) -> str:
@@ -185,14 +194,14 @@ def open_folder(directory: Path, base: Manifest, sizes: Sequence[Sizes]) -> Open
     return Opened(lock, replaces)
 
 
-def _made_and_locked(folder: Path) -> int | None:
+def _made_and_locked(folder: Path) -> files.Lock | None:
     """Make the folder, and return the lock on it; None if another process, which sweeps, has taken it for a left-over
     before it was locked, and removes it."""
     with suppress(FileExistsError):
         files.make_folder(folder)
     try:
         lock = files.lock_folder(folder)
-        if lock is not None and not (folder.exists() and os.path.samestat(os.fstat(lock), os.stat(folder))):
+        if lock is not None and not (folder.exists() and os.path.samestat(os.fstat(lock.file), os.stat(folder))):
             files.unlock(lock)
             return None
         return lock

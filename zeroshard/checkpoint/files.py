@@ -127,26 +127,56 @@ def remove_folder(path: Path) -> None:
         remove_empty_folder(path)
 
 
-def lock_folder(path: Path) -> int | None:
-    """A descriptor that locks the folder until `unlock`, or until the process ends; None if another process has locked
-    it."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+class Lock:
+    """Locks a folder until `unlock`, or until this object or the process is gone. An interrupt may come between any two
+    lines, also right before `unlock`: then the error's frames go, and this object with them.
+
+    Attributes:
+        file: a descriptor of the folder.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+        self._is_open, self._process = True, os.getpid()
+
+    def release(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            try:
+                # A close alone gives it back only when a worker that was forked meanwhile (a DataLoader's) has ended,
+                # too. The copy of this object in such a worker must not give it back.
+                if os.getpid() == self._process:
+                    fcntl.flock(self.file, fcntl.LOCK_UN)
+            except OSError:
+                pass  # a file system without locks
+            finally:
+                os.close(self.file)
+
+    __del__ = release
+
+
+def lock_folder(path: Path) -> Lock | None:
+    """Lock the folder; None if another process has locked it."""
+    lock = Lock(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
     try:
         # The system releases this lock however the process ends; a lock file would survive a kill.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(file)
+        lock.release()
         return None
     except OSError:
         pass  # a file system without locks
-    return file
+    except BaseException:  # an interrupt
+        lock.release()
+        raise
+    return lock
 
 
-def has_locks(file: int) -> bool:
+def has_locks(lock: Lock) -> bool:
     """Whether the lock of `lock_folder` keeps others away: not every file system has locks (Lustre as it is often
     mounted)."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no effect: it is locked already
+        fcntl.flock(lock.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no effect: it is locked already
     except OSError:
         return False
     return True
@@ -158,12 +188,9 @@ def seconds_since_change(folder: Path) -> float:
     return time.time() - max(max(one.st_mtime, one.st_ctime) for one in found)
 
 
-def unlock(file: int) -> None:
+def unlock(lock: Lock) -> None:
     """Give back the lock of `lock_folder`, and close the descriptor."""
-    with suppress(OSError):  # a file system without locks
-        # A close alone gives it back only when a worker that was forked meanwhile (a DataLoader's) has ended, too.
-        fcntl.flock(file, fcntl.LOCK_UN)
-    os.close(file)
+    lock.release()
 
 
 def free_bytes(path: Path) -> int | None:

@@ -66,7 +66,7 @@ def publish(temporary: Path, step: int, unique: str, replaces: Identity) -> None
             files.unlock(lock)
 
 
-def _locked_to_replace(final: Path, replaces: Identity) -> int | None:
+def _locked_to_replace(final: Path, replaces: Identity) -> files.Lock | None:
     """The lock on the folder of the step that is there already; None: there is none. Locked, so that no other process
     replaces it as well, nor removes it between the two renames.
 
@@ -79,10 +79,13 @@ def _locked_to_replace(final: Path, replaces: Identity) -> int | None:
         return None
     # Whoever has the lock has just given this name to a folder, or is about to do so. Whoever had it may have renamed
     # the folder before it was locked here.
-    is_ours = lock is not None and identity(lock) == replaces and identity(final) == replaces
-    if not is_ours:
-        if lock is not None:
+    is_ours = False
+    try:
+        is_ours = lock is not None and identity(lock.file) == replaces and identity(final) == replaces
+    finally:
+        if lock is not None and not is_ours:
             files.unlock(lock)
+    if not is_ours:
         raise CheckpointError(_saved_by_another(final))
     return lock
 

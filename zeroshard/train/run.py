@@ -76,7 +76,7 @@ class Occupation:
     ends. Some network file systems have no such locks: there it has no effect."""
 
     def __init__(self) -> None:
-        self._lock: int | None = None
+        self._lock: files.Lock | None = None
 
     def take(self, folder: Path) -> None:
         """No effect if there is no such folder, or it is taken already.
