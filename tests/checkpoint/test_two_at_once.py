@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard.checkpoint import files, pruning, publishing
+from zeroshard.checkpoint import files, folders, pruning, publishing
 from zeroshard.testing import run_ranks
 
 CALLS = ("make_folder", "create", "sync", "rename", "replace", "remove_file", "remove_empty_folder", "lock_folder")
@@ -187,6 +187,34 @@ def replace_while_swept(rank: int, directory: Path) -> None:
         pruning.names_in = names_in
         assert sorted(os.listdir(directory)) == ["latest", "step-1"], names
         zeroshard.verify(final)
+
+
+def removed_before_it_is_opened(rank: int, directory: Path) -> None:
+    """`removes`: the rank that finds the step and removes it; the manifest alone, or the whole step."""
+    handle = zeroshard.shard(nn.Linear(2, 2), "zero1")
+    expect_shared = folders.expect_shared
+    for removes, remove in itertools.product((0, 1), (os.unlink, shutil.rmtree)):
+        zeroshard.save(directory, handle, step=1)
+
+        def behind_find(path: Path, how: str, removes: int = removes, remove: Callable[..., Any] = remove) -> None:
+            if rank == removes:
+                remove(path / "manifest.json" if remove is os.unlink else path)
+            handle.engine.collectives.exchange_objects(None)
+            expect_shared(path, how)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders, "expect_shared", behind_find)
+            with pytest.raises(zeroshard.CheckpointError, match="step-1 has been replaced or removed by another proc"):
+                zeroshard.load(directory, handle)
+        handle.engine.collectives.exchange_objects(None)
+        if rank == 0:
+            shutil.rmtree(directory)
+        handle.engine.collectives.exchange_objects(None)
+
+
+def test_a_step_that_is_removed_before_all_ranks_have_opened_it(tmp_path: Path) -> None:
+    """The message was that the machines share no file system, or that the manifest does not exist."""
+    run_ranks(removed_before_it_is_opened, 2, tmp_path / "steps")
 
 
 def test_a_step_that_is_replaced_while_another_process_sweeps_stays(tmp_path: Path) -> None:

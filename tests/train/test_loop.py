@@ -657,7 +657,7 @@ def test_a_folder_in_which_another_process_trains_is_refused(plain: Path, shared
         for said in run_ranks(refused, 2, config, resume):
             assert "is in use: another process is training there" in said
     assert sorted(os.listdir(out)) == before
-    os.close(lock)
+    files.unlock(lock)
     assert run_ranks(resumed_twice, 2, config) == [[4, 5, 5], [4, 5, 5]]
 
 

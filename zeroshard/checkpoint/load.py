@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from zeroshard.checkpoint.compatibility import Compatibility, compare, pairs_of,
 from zeroshard.checkpoint.contents import Extra, Optimizers, as_list, expect_of_engine, expect_stateful
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest
 from zeroshard.checkpoint.meeting import Meeting, Stopped
-from zeroshard.checkpoint.reader import Reader
+from zeroshard.checkpoint.reader import Reader, replaced
 from zeroshard.checkpoint.restore import preflight, restore_optimizer, restore_rest, restore_weights
 from zeroshard.checkpoint.save import on_all_ranks, work_on_all_ranks
 from zeroshard.comm.ranges import phase
@@ -91,8 +92,8 @@ def load(
     engine.expect_known_parameters(also_added=False)
     engine.unfreeze()
     loading = _Load(engine, optimizers, extra, Path(directory).absolute())
-    folder, unique = loading.find(step)
-    with loading.opened(folder, strict=strict, allow_rounding=allow_rounding) as (reader, found):
+    folder, unique, found_there = loading.find(step)
+    with loading.opened(folder, found_there, strict=strict, allow_rounding=allow_rounding) as (reader, found):
         loading.restore_sharded(reader, Meeting(engine.collectives, unique))
         loading.restore_the_rest(reader)
         unused = tuple(found.missing), tuple(found.unexpected)
@@ -109,26 +110,30 @@ class _Load:
     extra: Extra
     directory: Path
 
-    def find(self, step: int | None) -> tuple[Path, str]:
-        """The folder, which rank 0 has chosen; and a new id for the meeting."""
-        _, ((name, unique), *_) = on_all_ranks(
+    def find(self, step: int | None) -> tuple[Path, str, list[int] | None]:
+        """The folder, which rank 0 has chosen; a new id for the meeting; and which folder that is on rank 0
+        (`folders.identity`)."""
+        _, ((name, unique, found_there), *_) = on_all_ranks(
             self.engine, "load", partial(self._find, step), (InvalidState, InvalidValue)
         )
-        return self.directory / name, unique
+        return self.directory / name, unique, found_there
 
     @phase("load: find")
-    def _find(self, step: int | None) -> tuple[None, list[str]]:
+    def _find(self, step: int | None) -> tuple[None, list[Any]]:
         self.engine.finish_background()  # here, as some ranks may have been told of its error, by a `wait`
         self.engine.expect_no_gradients("load")
         expect_none_written(self.engine.units, "a load")
         expect_stateful(self.extra)
         expect_of_engine(self.optimizers, self.engine)
         if self.engine.collectives.mesh.world.rank:
-            return None, ["", folders.new_id()]
-        return None, [os.path.relpath(folders.find(self.directory, step), self.directory), folders.new_id()]
+            return None, ["", folders.new_id(), None]
+        folder = folders.find(self.directory, step)
+        return None, [os.path.relpath(folder, self.directory), folders.new_id(), folders.identity(folder)]
 
     @contextmanager
-    def opened(self, folder: Path, *, strict: bool, allow_rounding: bool) -> Iterator[tuple[Reader, Compatibility]]:
+    def opened(
+        self, folder: Path, found_there: list[int] | None, *, strict: bool, allow_rounding: bool
+    ) -> Iterator[tuple[Reader, Compatibility]]:
         """Open the step on all ranks and compare it with the model. Raises if ranks see different steps, or if it does
         not fit."""
         with ExitStack() as stack:
@@ -142,12 +147,25 @@ class _Load:
                 found.expect(str(folder), strict=strict)
                 return (reader, found), reader.manifest.id
 
-            opened, ids = on_all_ranks(self.engine, "load", compare_here)
+            try:
+                opened, ids = on_all_ranks(self.engine, "load", compare_here)
+            except CheckpointError as error:
+                self._expect_still_there(folder, found_there, error)
+                raise
             if len(set(ids)) > 1:
                 raise CheckpointError(
                     f"load: the ranks see different folders under the name {folder}: {folders.ON_SHARED_FILES}"
                 )
             yield opened
+
+    def _expect_still_there(self, folder: Path, found_there: list[int] | None, error: CheckpointError) -> None:
+        """Called on all ranks, after `error` has been raised on all of them. Raises if another process is the cause."""
+
+        def look_again() -> None:
+            if self.engine.collectives.mesh.world.rank == 0 and found_there != [*(folders.identity(folder) or ())]:
+                raise CheckpointError(replaced(folder)) from error
+
+        work_on_all_ranks(self.engine, "load", look_again)
 
     def restore_sharded(self, reader: Reader, meeting: Meeting) -> None:
         """Restore main and optimizer state: every rank reads its part twice, first to find damage before anything is

@@ -187,9 +187,7 @@ class Reader(OpenFiles):
         except CheckpointError as error:
             with suppress(OSError):
                 if identity(self.folder) != self._identity:
-                    raise CheckpointError(
-                        f"{self.folder} has been replaced or removed by another process while it was read"
-                    ) from error
+                    raise CheckpointError(replaced(self.folder)) from error
             raise
 
     def _index(self, number: int) -> Index:
@@ -205,6 +203,11 @@ class Reader(OpenFiles):
                 self._written.expect_fits(number, index)
                 self._indices[number] = index
         return self._indices[number]
+
+
+def replaced(folder: Path) -> str:
+    """The message where the folder of a step is not the one that has been found there."""
+    return f"{folder} has been replaced or removed by another process while it was read"
 
 
 def _sum_of(block: Tensor) -> int:
