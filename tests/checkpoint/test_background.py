@@ -221,7 +221,7 @@ def test_a_worker_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None
 
 
 SCRIPT = """
-import pathlib, sys, threading, time, torch, zeroshard
+import atexit, pathlib, sys, threading, time, torch, zeroshard
 from zeroshard.checkpoint import files
 steps, outcome, rank = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 port, over = steps.with_name("port"), threading.Event()
@@ -244,6 +244,9 @@ def sync(file):
         raise OSError("the disk is gone")
     original(file)
 files.sync = sync
+log = open(steps.with_name(f"log-{rank}"), "w")
+print("is written when the interpreter ends", file=log)
+atexit.register(steps.with_name(f"handler-{rank}").touch)
 zeroshard.save(steps, handle, step=4, background=True)
 torch.distributed.destroy_process_group()
 over.set()
@@ -271,9 +274,12 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
         assert statuses == [0, 0], errors
         assert zeroshard.verify(tmp_path / "steps" / "step-4").step == 4
     else:
-        assert statuses == [1, 1]
+        assert statuses[1] == 1, "the forked program leaves by os._exit, with its own status"
         message = "a save in the background failed: step 4 was not saved: rank 1: OSError: the disk is gone"
         assert [message in error for error in errors] == [True, True], errors
+        # What the program had yet to do was lost.
+        assert (tmp_path / "log-1").read_text() == "is written when the interpreter ends\n"
+        assert (tmp_path / "handler-1").exists()
         assert os.listdir(tmp_path / "steps") == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -125,8 +126,9 @@ class Saving:
             with suppress(Exception):
                 print(f"zeroshard: a save in the background failed: {why}", file=sys.stderr)
                 sys.stdout.flush(), sys.stderr.flush()
-            # sys.exit is ignored in an atexit handler: the exit status would be 0.
-            os._exit(1)
+            if not self.done:  # the interpreter cannot end as usual: the thread still uses it
+                os._exit(1)
+            _end_with(1)
 
 
 @phase("save")
@@ -292,6 +294,21 @@ class _Save:
         expect_readable(least_size(base, sizes), "the manifest would have at least")
         is_first = self.engine.collectives.mesh.world.rank == 0
         return open_folder(self.directory, base, sizes) if is_first else None
+
+
+def _end_with(status: int) -> None:
+    """Called in an atexit handler: the process ends as it would, but with that exit status. What the program has yet to
+    do is done: its other handlers, and the files that are still open are written."""
+    # sys.exit is ignored in an atexit handler. So the C library is told to call _exit after the interpreter.
+    try:
+        library = ctypes.CDLL(None)
+        leave, last = library._exit, library.__cxa_atexit
+        last.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        is_told = last(ctypes.cast(leave, ctypes.c_void_p), status, None) == 0
+    except (OSError, AttributeError):
+        is_told = False
+    if not is_told:
+        os._exit(status)
 
 
 def _nothing() -> None:
