@@ -1,7 +1,9 @@
 """From text to batches: which files are text, the split into training and validation, and the batches of each rank."""
 
 import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroshard.train import data
 from zeroshard.train.config import DataConfig, UserError
 from zeroshard.train.data import (
     Batches,
@@ -19,7 +22,7 @@ from zeroshard.train.data import (
     prepare,
     validation_windows,
 )
-from zeroshard.train.tokenizer import pieces, tokenizer_of, train_tokenizer
+from zeroshard.train.tokenizer import Bytes, pieces, tokenizer_of, train_tokenizer
 
 
 def data_at(path: Path | str, tmp_path: Path, **values: float) -> DataConfig:
@@ -85,6 +88,37 @@ def test_what_is_not_text_is_left_out_of_a_folder(text_folder: Path, tmp_path: P
     (text_folder / ".hidden").write_text("hidden")
     (text_folder / "empty.txt").write_text("")
     assert corpus_of(data_at(text_folder, tmp_path)).digest == first.digest
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens were kept under the digest of the text before the change, and each later run trained on them."""
+    text, write = tmp_path / "log.txt", data._write_tokens
+    text.write_text("first line\n" * 100)
+
+    def changed(*arguments: Any) -> None:
+        text.write_text("other line\n" * 100)
+        write(*arguments)
+
+    config = DataConfig(path=str(text), cache=str(tmp_path / "cache"))
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "_write_tokens", changed)
+        with pytest.raises(UserError, match=r"log\.txt has changed while it was read"):
+            prepare(config)
+    assert os.listdir(tmp_path / "cache") == []
+    text.write_text("first line\n" * 100)
+    assert bytes(open_corpus(prepare(config), Bytes()).train[:10]) == b"first line"
+
+
+def test_a_cache_in_the_text_is_refused(tmp_path: Path) -> None:
+    """The tokens of a run were text of the next one, which was another text then, and could not be resumed."""
+    text = tmp_path / "alone"
+    text.mkdir()
+    (text / "one.txt").write_text("some text\n" * 100)
+    with pytest.raises(UserError, match="lies in the text"):
+        prepare(DataConfig(path=str(text), cache=str(text / "cache")))
+    hidden = DataConfig(path=str(text), cache=str(text / ".cache"))
+    assert prepare(hidden) == prepare(hidden)
+    assert sorted(os.listdir(text)) == [".cache", "one.txt"]
 
 
 def test_bad_paths(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from zeroshard.io.refused import in_words
 from zeroshard.train.config import DataConfig, UserError
-from zeroshard.train.text import Split, Texts, texts_of
+from zeroshard.train.text import Document, Split, Texts, texts_of, would_read
 from zeroshard.train.tokenizer import Tokenizer, Tokens, tokenizer_of
 
 _FORMAT = "zeroshard tokens 1"
@@ -55,11 +56,16 @@ def prepare(config: DataConfig) -> Path:
     digest = hashlib.sha256(f"{_FORMAT} {config.validation_share!r}".encode())
     if tokenizer.digest:
         digest.update(f"{tokenizer.digest} {tokenizer.separator}".encode())
-    names: dict[str, Split | None] = {}
+    again, names = digest.copy(), dict[str, Split | None]()
     for document in texts():
         names[document.name] = document.split
-        digest.update(f"{document.name}\0{len(document.content)}\0".encode() + document.content)
+        _add(digest, document)
     cache = Path(config.cache) if config.cache else _user_cache()
+    if would_read(config, cache):
+        raise UserError(
+            f"the cache {cache} lies in the text, --data {config.path}: the tokens would be text of the next run. "
+            "Choose a folder outside of it by --data.cache, or one whose name begins with a dot"
+        )
     target = cache / digest.hexdigest()[:32]
     if target.is_dir():
         return target
@@ -67,7 +73,12 @@ def prepare(config: DataConfig) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
         try:
-            _write_tokens(texts, names, config, partial)
+            _write_tokens(partial, _added(again, texts), names, config)
+            if again.digest() != digest.digest():
+                raise UserError(
+                    f"the text {config.path} has changed while it was read: start again when nothing writes to "
+                    "it, or with a copy"
+                )
             partial.rename(target)
         except OSError:
             if not target.is_dir():  # otherwise another process published the same bytes first
@@ -170,7 +181,22 @@ def permuted(place: int, size: int, key: str) -> int:
             return place
 
 
-def _write_tokens(texts: Texts, names: Mapping[str, Split | None], config: DataConfig, folder: Path) -> None:
+def _add(digest: Any, document: Document) -> None:
+    digest.update(f"{document.name}\0{len(document.content)}\0".encode() + document.content)
+
+
+def _added(digest: Any, texts: Texts) -> Texts:
+    """The documents, each of which is added to the digest when it is read."""
+
+    def documents() -> Iterator[Document]:
+        for document in texts():
+            _add(digest, document)
+            yield document
+
+    return documents
+
+
+def _write_tokens(folder: Path, texts: Texts, names: Mapping[str, Split | None], config: DataConfig) -> None:
     """Write `train.bin`, `validation.bin`, and bytes per token of both into `about.json`."""
     tokenizer = tokenizer_of(config)
     chosen = choose_validation([name for name, split in names.items() if split is None], config.validation_share)

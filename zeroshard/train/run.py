@@ -258,8 +258,9 @@ def save_run(run: Run, step: int, *, background: bool = False) -> None:
 
     try:
         # Before pruning: the step that is being written in the background is not in the folder yet and would not count.
-        run.handle.finish_background()
-    except zeroshard.CheckpointError as error:  # the disk may have room again: this step is not to be lost with it
+        # Together, as a rank may have given up waiting for a verdict that the others have got.
+        run.ranks.together(run.handle.finish_background)
+    except UserError as error:  # the disk may have room again: this step is not to be lost with it
         background = False
         if run.ranks.rank == 0:
             LOGGER.warning("%s; step %d is saved now", error, step)
