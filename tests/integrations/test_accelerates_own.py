@@ -174,6 +174,33 @@ def test_after_a_refused_plugin_the_next_accelerator_works() -> None:
     run_ranks(check, 2)
 
 
+def test_what_is_refused_is_forgotten() -> None:
+    """Accelerate keeps the precision and the parallelism for the process: an Accelerator that was made as the message
+    says had them, or was refused for them."""
+    pytest.importorskip("accelerate")
+
+    def check(rank: int) -> None:
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import AutocastKwargs
+
+        from zeroshard.integrations.accelerate import Accelerator
+
+        as_launched(rank, 2)
+        off = AutocastKwargs(enabled=False)
+        with pytest.raises(ValueError, match="leave mixed_precision out to compute in fp32"):
+            Accelerator(mixed_precision="bf16", kwargs_handlers=[off])
+        assert Accelerator().mixed_precision == "no"
+        with pytest.raises(ValueError, match="cannot be changed"):
+            Accelerator(mixed_precision="bf16")
+        assert Accelerator().mixed_precision == "no"  # what works stays
+        AcceleratorState._reset_state()
+        with pytest.raises(ValueError, match=r"parallelism_config is not supported: pass Sharding\(mesh="):
+            Accelerator(parallelism_config=object())
+        assert Accelerator().mixed_precision == "no"
+
+    run_ranks(check, 2)
+
+
 def test_optimizers_may_be_among_the_joinables() -> None:
     """As with torch's Join. It ended with `'_Optimizer' object has no attribute 'parameters'`."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.common import HALF, as_launched
+from tests.integrations.common import HALF, STEPS, as_launched
 from tests.integrations.test_with_transformers import Texts, arguments, logged, reset_accelerate, trainer
 from tests.integrations.versions import is_older
 from tests.kit import make, same_bits
@@ -97,5 +97,23 @@ def test_an_evaluation_before_leaves_the_training_as_it_is(tmp_path: Path) -> No
         assert logged(runs[0]) == logged(runs[1])
         assert same_bits(runs[0].handle.full_state_dict(), runs[1].handle.full_state_dict())
         assert runs[1].evaluate()["eval_loss"] != losses[0]
+
+    run_ranks(check, 2)
+
+
+def test_after_a_refused_trainer_the_next_one_trains(tmp_path: Path) -> None:
+    """The Trainer's own Accelerator had set itself up for FSDP before the refusal, for the rest of the process."""
+    pytest.importorskip("accelerate")
+    if is_older():
+        pytest.skip("transformers 4 sets the variable in TrainingArguments")
+
+    def check(rank: int) -> None:
+        as_launched(rank, 2)
+        with pytest.raises(ValueError, match="accelerate is set up for FSDP: leave out its plugin"):
+            trainer(tmp_path, "zero3", fsdp=True)
+        assert "ACCELERATE_USE_FSDP" not in os.environ
+        run = trainer(tmp_path, "zero3", save_strategy="no")
+        run.train()
+        assert run.state.global_step == STEPS
 
     run_ranks(check, 2)

@@ -40,6 +40,7 @@ from zeroshard.placement import Plan
 with needing("accelerate", "accelerate"):
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 FOLDER = "zeroshard"
@@ -68,19 +69,18 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | Plan | str | int = "zero3", **kwargs: Any):
         sharding = Sharding.of(sharding)
-        _expect_alone(kwargs)  # before accelerate keeps the plugin for the process, and asks for its package
-        super().__init__(*args, **kwargs)
-        _expect_alone(kwargs, self.distributed_type)
-        if getattr(self, "parallelism_config", None) is not None:  # (there since Accelerate 1.10)
-            raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
-        if self.mixed_precision not in ("no", "bf16", "fp16"):
-            raise InvalidValue(
-                f"Accelerator: mixed_precision must be 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
-            )
-        _expect_known(self)
-        _expect_one_folder(self)
+        expect_alone(kwargs)  # before accelerate keeps the plugin for the process, and asks for its package
+        with _forgotten_if_refused():
+            super().__init__(*args, **kwargs)
+            expect_alone(kwargs, self.distributed_type)
+            if self.mixed_precision not in ("no", "bf16", "fp16"):
+                raise InvalidValue(
+                    f"Accelerator: mixed_precision must be 'no', 'bf16' or 'fp16', found {self.mixed_precision!r}"
+                )
+            _expect_known(self)
+            _expect_one_folder(self)
+            self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
         init()
-        self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
 
     def handle_of(self, model: nn.Module) -> Handle:
@@ -343,13 +343,29 @@ def _refuse_no_sync() -> NoReturn:
     )
 
 
-def _expect_alone(arguments: Mapping[str, Any], kind: DistributedType | None = None) -> None:
-    """Raises:
-    ValueError: accelerate is to shard, or has set itself up for it (`kind`)."""
+@contextmanager
+def _forgotten_if_refused() -> Iterator[None]:
+    """A block that sets accelerate up. After an error it forgets the precision and the like, which it keeps for the
+    process: else an Accelerator that is made as the message says would have them, or be refused for them."""
+    was_set_up = bool(AcceleratorState._shared_state)
+    try:
+        yield
+    except BaseException:
+        if not was_set_up:
+            AcceleratorState._reset_state()
+        raise
+
+
+def expect_alone(arguments: Mapping[str, Any], kind: DistributedType | None = None) -> None:
+    """Check the arguments of an Accelerator, and what `accelerate launch` has left in the environment.
+
+    Raises:
+        ValueError: accelerate is to shard, or has set itself up for it (`kind`).
+    """
     others = [
         name
         for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+        if _is_asked_for(name)
         or any(arguments.get(f"{name.lower()}_{plugin}") is not None for plugin in ("plugin", "plugins"))
     ]
     if others or kind not in (None, *_KINDS):
@@ -358,6 +374,12 @@ def _expect_alone(arguments: Mapping[str, Any], kind: DistributedType | None = N
             f"{', '.join(others) or kind}: leave out its plugin (the argument, "
             "ACCELERATE_USE_... in the environment, the configuration file)"
         )
+    if arguments.get("parallelism_config") is not None or _is_asked_for("PARALLELISM_CONFIG"):
+        raise InvalidValue("Accelerator: parallelism_config is not supported: pass Sharding(mesh=...)")
+
+
+def _is_asked_for(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
 
 
 _WEIGHTS_AND_WIRE = {"no": ("float32", "bfloat16"), "bf16": ("bfloat16", "bfloat16"), "fp16": ("float16", "float16")}

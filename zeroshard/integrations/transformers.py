@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zeroshard.checkpoint import load, save
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
-from zeroshard.integrations.accelerate import FOLDER, Accelerator
+from zeroshard.integrations.accelerate import FOLDER, Accelerator, expect_alone
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
 from zeroshard.model.units import plain_name
 from zeroshard.optimizer import ShardedOptimizer
@@ -101,7 +101,6 @@ class ShardedTrainerMixin:
         self.sharding = sharding.sharding() if isinstance(sharding, ZeroshardArguments) else Sharding.of(sharding)
         self._accelerator_arguments: dict[str, Any] = {}
         super().__init__(*args, **kwargs)
-        expect_supported(self.args)
         callbacks = self.callback_handler.callbacks
         callbacks[:] = [_StopTogether(one) if getattr(one, "jit_manager", None) else one for one in callbacks]
 
@@ -122,7 +121,9 @@ class ShardedTrainerMixin:
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Replace the Trainer's accelerator by one of our class, with the same arguments."""
+        """Replace the Trainer's accelerator by one of our class, with the same arguments. What is not supported is
+        refused before: the Trainer's own would set itself up for it, for the rest of the process."""
+        expect_supported(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = Accelerator(sharding=self.sharding, **self._accelerator_arguments)
         self.gather_function = partial(
@@ -247,8 +248,11 @@ def expect_supported(args: Any) -> None:
     """Check TrainingArguments.
 
     Raises:
-        ValueError: an option is not supported: a single rank, or a single process, would act alone.
+        ValueError: an option is not supported: a single rank, or a single process, would act alone; or another library
+            is to shard.
     """
+    asked = {"fsdp_plugin": "fsdp", "deepspeed_plugin": "deepspeed", "parallelism_config": "parallelism_config"}
+    expect_alone({argument: getattr(args, name, None) or None for argument, name in asked.items()})
     refused = {
         "auto_find_batch_size": "a rank that runs out of memory would try again alone: set per_device_train_batch_size",
         "bf16_full_eval": "a sharded model cannot be cast: it is evaluated in the precision that it trains in",
