@@ -100,6 +100,8 @@ def test_the_last_backward_reduces_also_inside_of_no_sync() -> None:
             assert all(torch.equal(*pair) for pair in zip(state, ours[0], strict=True))
             if rank == 0:
                 assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(state, truth, strict=True))
+        with accelerator.no_sync(nn.MSELoss()), accelerator.trigger_sync_in_backward(nn.MSELoss()):
+            pass  # a loss without weights, as in Accelerate: it said that it was not sharded
 
     run_ranks(check, 2)
 
@@ -217,6 +219,31 @@ def test_optimizers_may_be_among_the_joinables() -> None:
                     optimizer.step(), optimizer.zero_grad()
             found.append(list(accelerator.handle_of(model).full_state_dict().values()))
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+    run_ranks(check, 2)
+
+
+def test_without_an_argument_the_accelerator_says_whether_ranks_are_joined() -> None:
+    """As in Accelerate: `even_batches` of its DataLoaderConfiguration."""
+
+    def check(rank: int) -> None:
+        from accelerate.utils import DataLoaderConfiguration
+
+        as_launched(rank, 2)
+        counts = []
+        for even in (True, False):
+            accelerator, model = (
+                accelerator_of("zero3", dataloader_config=DataLoaderConfiguration(even_batches=even)),
+                net(),
+            )
+            data = torch.utils.data.DataLoader(torch.arange(6), batch_size=2)
+            model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+            with accelerator.join_uneven_inputs([model]):
+                for number, _ in enumerate(loader):
+                    accelerator.backward(loss_of_batch(model, rank, number))
+                    optimizer.step(), optimizer.zero_grad()
+            counts.append(number + 1)
+        assert counts == [2, 2 - rank]
 
     run_ranks(check, 2)
 

@@ -185,6 +185,9 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """A block in which backward passes reduce, with what was accumulated before, also inside of `no_sync`."""
+        if not _has_weights(model):  # a loss, for example
+            yield
+            return
         reducer = expect_handle_of(model, "accelerator.prepare(model)").engine.reducer
         before = reducer.local
         reducer.accumulate_locally(frozenset())
