@@ -36,6 +36,7 @@ def test_tensors_come_back_as_they_were() -> None:
     def make() -> list[torch.Tensor]:
         x = torch.arange(6.0).reshape(2, 3) / 7
         others = [x.to(dtype) for dtype in (torch.bfloat16, torch.float64, torch.bool, torch.int8, torch.complex64)]
+        others += [torch.tensor([1 + 2j]).conj().imag, torch._neg_view(x)]  # their memory has the other sign
         return [x, *others, x.t(), x[:, 1], x[0, 0], x[:0], x.clone().requires_grad_(), torch.nn.Parameter(x)]
 
     (found,) = run_ranks(lambda rank: [*make(), *[torch.ones(2)] * 2], 1)

@@ -161,6 +161,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided
+        plain = plain and not value.is_neg()  # the memory of such a view (`z.conj().imag`) has the other sign
         if not plain or value.requires_grad or value.is_complex() or value.is_quantized or not value.is_contiguous():
             return NotImplemented
         data = ctypes.string_at(value.data_ptr(), value.nbytes) if value.nbytes else b""

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.by_gloo]
 _once = once("accelerate", "datasets", "zeroshard.integrations.accelerate")  # Accelerate looks at data sets
 
 
-def accelerator_of(plan: str | None, **options: Any) -> Any:
+def accelerator_of(plan: Any, **options: Any) -> Any:
     """An Accelerator, as in a new process. `plan`: None for Accelerate's own."""
     import accelerate
     from accelerate.state import AcceleratorState
@@ -127,6 +127,13 @@ def test_a_loss_scale_of_the_arguments_is_for_fp16_alone() -> None:
                 assert first.optimizer.scaling.default.state.scale == scale
                 with pytest.raises(RuntimeError, match="several models have a loss scale"):
                     accelerator.backward(loss)
+        accelerator, model = accelerator_of({"plan": "zero1", "loss_scale": 8.0}, **options), net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert optimizer.optimizer.scaling.default.state.scale == 8.0  # Sharding says more than the argument
+        off = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(enabled=False)]}
+        accelerator, model = accelerator_of("zero1", **off), net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert optimizer.optimizer.scaling.default is None
 
     run_ranks(check, 1)
 

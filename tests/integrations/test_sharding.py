@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.kit import Block, Net, largest_difference, loss_of_tokens, make
 from zeroshard.integrations import Sharding
+from zeroshard.integrations.sharding import is_retired
 from zeroshard.testing import run_ranks
 
 UP = torch.nn.Linear
@@ -145,6 +146,7 @@ def test_the_last_optimizer_has_the_parameters() -> None:
                 sharding.take_over(torch.optim.LBFGS(model.parameters()))
             loss_of_tokens(model, rank, 0, 0).backward()
             assert second.step().applied  # an error leaves it as it was
+            assert not is_retired(second)
             plain = torch.optim.AdamW(model.parameters())
             assert sharding.take_over(plain) is sharding.take_over(plain)  # and its state stays
             with pytest.raises(ValueError, match="is a ShardedOptimizer already: pass skip_norm_above to it"):
