@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.kit import Block, Net, largest_difference, loss_of_tokens, make
 from zeroshard.integrations import Sharding
-from zeroshard.integrations.sharding import is_retired
+from zeroshard.integrations.sharding import is_retired, trained_state
 from zeroshard.testing import run_ranks
 
 UP = torch.nn.Linear
@@ -191,3 +191,15 @@ def test_ranks_may_generate_until_they_are_done() -> None:
             assert say(model) == say(copy.deepcopy(model)) == say(plain)
 
     run_ranks(check, 2, collective_timeout=60)
+
+
+def test_tied_weights_are_one_tensor_in_what_is_saved() -> None:
+    """Files of `save_pretrained` and `save_model` have them once. Main's values are cast to the dtype from before."""
+
+    def check(rank: int) -> None:
+        model = make(lambda: Net(tied=True)).to(torch.bfloat16)
+        state = trained_state(Sharding("zero2", units=Block).shard(model), model)
+        if rank == 0:
+            assert state["embed.weight"] is state["head.weight"] and state["embed.weight"].dtype == torch.bfloat16
+
+    run_ranks(check, 2)
