@@ -239,3 +239,41 @@ def test_what_only_one_rank_has_accumulated_behind_a_reduction_is_refused_on_all
         loss(True).backward()
         assert torch.equal(handle.gradient("b.weight"), torch.full((4, 4), 5.0))
         handle.close()
+
+
+def by_norm(module: nn.Module) -> Tensor:
+    assert module.weight.grad is not None
+    return module.weight.grad.norm()
+
+
+def by_clip(module: nn.Module) -> Tensor:
+    return nn.utils.clip_grad_norm_(module.parameters(), 1e9)
+
+
+@pytest.mark.parametrize("norm", [by_norm, by_clip])
+@on_ranks(2)
+def test_a_norm_of_what_only_one_rank_has_accumulated_behind_a_reduction(
+    rank: int, norm: Callable[[nn.Module], Tensor]
+) -> None:
+    """It raised on that rank, and the other one waited. (Under DDP that has the mean in full.)"""
+    for plan in PLANS:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+
+        def loss(used: bool, model: nn.ModuleDict = model) -> Tensor:
+            outputs = [model[name](torch.ones(2, 4)).sum() for name in ("a", "b")]
+            return outputs[0] + (outputs[1] if used else outputs[1].detach())
+
+        loss(True).backward()
+        with handle.no_sync("b"):
+            loss(rank == 0).backward()
+        found = "partial" if rank == 0 else "not reduced on another rank"
+        refused = pytest.raises(RuntimeError, match=f"^norm on the gradient of b.weight, which is {found}: it can be")
+        is_in_full = plan is zeroshard.DDP and rank == 1
+        for _ in range(2):
+            with nullcontext() if is_in_full else refused:
+                assert norm(model.b) == 2 * 4
+        assert norm(model.a) == 4 * 4, plan
+        loss(True).backward()
+        assert norm(model.b) == 5 * 4, plan
+        handle.close()

@@ -92,6 +92,10 @@ class ShardedGradient(Tensor):
         return _living(self._visible_ref)
 
     @property
+    def _name(self) -> str:
+        return self._unit.layout.slots[self._index].name
+
+    @property
     def data(self) -> Tensor:
         return self
 
@@ -157,16 +161,22 @@ class ShardedGradient(Tensor):
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
         """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
-        self._expect_final("norm")
+        if not self._visible.is_partial_here(self._unit, self._index):
+            self._expect_final("norm")
+        elif not self._visible.final:
+            self._refuse_factors("norm")
         if norm_type == -torch.inf:
             self._explain("norm of type -inf, the smallest element,")
         if torch.is_grad_enabled() and self._visible.had_graphs:
             self._explain("norm")
-        norm: Tensor = self._visible.norm(self._unit, self._index, norm_type)
+        norm: Tensor | None = self._visible.norm(self._unit, self._index, norm_type)
+        if norm is None:
+            self._expect_final("norm")
+            self._refuse_state("norm", "not reduced on another rank")
         return norm if dtype is None else norm.to(dtype)
 
     def _explain(self, what: str) -> NoReturn:
-        name = self._unit.layout.slots[self._index].name
+        name = self._name
         if "_amp_" in what:
             raise InvalidState(
                 f"torch.amp.GradScaler looks at the gradient of {name}, and no rank holds it in full: pass "
@@ -192,19 +202,23 @@ class ShardedGradient(Tensor):
     def _expect_final(self, what: str) -> None:
         """Raises:
         RuntimeError: the gradient is not what plain torch would have in `p.grad`."""
-        unit = self._unit
-        state, name = unit.grads.state, unit.layout.slots[self._index].name
-        if state is not GradState.REDUCED:
-            raise InvalidState(
-                f"{what} on the gradient of {name}, which is {state.value}: it can be used between a backward outside "
-                "of no_sync() and the step"
-            )
+        if (state := self._unit.grads.state) is not GradState.REDUCED:
+            self._refuse_state(what, state.value)
         if not self._visible.final:
-            raise InvalidState(
-                f"{what} on the gradient of {name}: this step's losses were scaled or weighted, or some ranks have run "
-                "out of inputs in a join that divides by the number of the others; so the gradient is not final until "
-                "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
-            )
+            self._refuse_factors(what)
+
+    def _refuse_state(self, what: str, state: str) -> NoReturn:
+        raise InvalidState(
+            f"{what} on the gradient of {self._name}, which is {state}: it can be used between a backward outside "
+            "of no_sync() and the step"
+        )
+
+    def _refuse_factors(self, what: str) -> NoReturn:
+        raise InvalidState(
+            f"{what} on the gradient of {self._name}: this step's losses were scaled or weighted, or some ranks have "
+            "run out of inputs in a join that divides by the number of the others; so the gradient is not final until "
+            "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
+        )
 
 
 class UsedGradient(ShardedGradient):
@@ -227,7 +241,7 @@ class UsedGradient(ShardedGradient):
         self._refuse(what)
 
     def _refuse(self, what: str) -> NoReturn:
-        name = self._unit.layout.slots[self._index].name
+        name = self._name
         raise InvalidState(
             f"{what} on the gradient of {name}: a step has used it, and freed its memory. Read gradients between "
             f"backward and step (p.grad, or handle.gradient({name!r}) on every rank); optimizer.step() returns their "

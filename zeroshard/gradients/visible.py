@@ -33,11 +33,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.linalg import vector_norm
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.packets import on_device
 from zeroshard.errors import InvalidState
 from zeroshard.gradients.loss_ledger import LossLedger
 from zeroshard.gradients.settings import Items, plain
@@ -133,14 +134,14 @@ class VisibleGradients:
         """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient.
         In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
         orders, and clip by factors that differ in the last bits."""
-        is_local, dtype, is_final = grads.is_local, grads.buffer.dtype, self.final
+        is_local, is_final = grads.is_local, self.final
         in_full = (is_local or (grads.buffer.placement is REPLICATED and is_final)) and not self.had_graphs
         views = grads.buffer.views() if in_full else []
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
-            if in_full and (parameter.grad_dtype or parameter.dtype) == dtype:  # torch accepts no other
+            if in_full and _takes(parameter, grads):
                 self._has_shown_factors |= not is_final
                 yield index, views[index], index in grads.present
                 continue
@@ -332,34 +333,54 @@ class VisibleGradients:
         self._collectives.log.record(f"gradient.{what}", f"{unit.name}: {name}", "step", 0)
         self.changed()
 
+    def is_partial_here(self, unit: Unit, index: int) -> bool:
+        """Whether others may take the norm of what is partial on this rank: a backward under `no_sync` that left the
+        parameter out on other ranks has added to a mean on this one. (Where they have the mean in full, they need no
+        exchange.)"""
+        grads = self._grads[unit]
+        if grads.state is not GradState.PARTIAL or grads.is_local:
+            return False
+        if torch._C._current_graph_task_id() != -1:  # a hook inside of a backward, where ranks may be elsewhere
+            return False
+        return not grads.means_in_full or self.had_graphs or not _takes(unit.parameters[index], grads)
+
     @torch.no_grad()
-    def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor:
-        """The norm of one gradient. The norms of all are computed by one exchange, and cached."""
+    def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor | None:
+        """The norm of one gradient. The norms of all are computed by one exchange, and cached. None on all ranks: one
+        of them has terms that are not reduced."""
         self.apply_clips()
         if self._norms is None or self._norms[:2] != (self.version, norm_type):
             self._norms = self.version, norm_type, self._all_norms(norm_type)
-        return self._norms[2][unit, index]
+        return self._norms[2].get((unit, index))
 
     def _all_norms(self, norm_type: float) -> dict[tuple[Unit, int], Tensor]:
-        """The norm of each slot of all units with reduced gradients. Collective."""
-        slots = [
-            (unit, index, grads.own_part(index))
-            for unit, grads in self._grads.items()
-            if grads.state is GradState.REDUCED
-            for index in range(len(unit.parameters))
-        ]
+        """The norm of each slot of all units whose gradients are reduced on every rank. Collective."""
+        of_each = [(unit, index) for unit in self._grads for index in range(len(unit.parameters))]
         largest = norm_type == torch.inf
-        parts = [vector_norm(part, norm_type, dtype=torch.float64) if part.numel() else None for *_, part in slots]
-        row = torch.zeros(len(slots), dtype=torch.float64, device=self._collectives.device)
-        for position, value in enumerate(parts):
-            if value is not None:
+        row = torch.zeros(len(of_each) + len(self._grads), dtype=torch.float64, device=self._collectives.device)
+        for position, (unit, index) in enumerate(of_each):
+            is_reduced = self._grads[unit].state is GradState.REDUCED
+            if is_reduced and (part := self._grads[unit].own_part(index)).numel():
+                value = vector_norm(part, norm_type, dtype=torch.float64)
                 row[position] = value if largest or not norm_type else value**norm_type  # p = 0 counts elements
-        rows = self._collectives.exchange(row, _norm_of(norm_type))[self._collectives.mesh.one_of_each_shard]
+        # Behind these: which units are not reduced here. It may differ between ranks.
+        partial = [int(grads.state is not GradState.REDUCED) for grads in self._grads.values()]
+        row[len(of_each) :] = on_device(partial, row.device)
+        rows = self._collectives.exchange(row, _norm_of(norm_type))
+        reduced = {unit for unit, n in zip(self._grads, rows[:, len(of_each) :].sum(0).tolist(), strict=True) if not n}
+        rows = rows[self._collectives.mesh.one_of_each_shard, : len(of_each)]
         norms = rows.amax(0) if largest else rows.sum(0) ** (1 / (norm_type or 1))
+        dtypes = {unit: torch.promote_types(torch.float32, grads.buffer.dtype) for unit, grads in self._grads.items()}
         return {
-            (unit, index): norm.to(torch.promote_types(torch.float32, part.dtype)).to(part.device)
-            for (unit, index, part), norm in zip(slots, norms.unbind(0), strict=True)
+            (unit, index): norm.to(unit.parameters[index].device, dtypes[unit])
+            for (unit, index), norm in zip(of_each, norms.unbind(0), strict=True)
+            if unit in reduced
         }
+
+
+def _takes(parameter: nn.Parameter, grads: Gradients) -> bool:
+    """Whether torch accepts a view of the bucket as `p.grad`: in no other dtype."""
+    return (parameter.grad_dtype or parameter.dtype) == grads.buffer.dtype
 
 
 def doubtful(name: str) -> str:
