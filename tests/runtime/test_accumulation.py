@@ -277,3 +277,25 @@ def test_a_norm_of_what_only_one_rank_has_accumulated_behind_a_reduction(
         loss(True).backward()
         assert norm(model.b) == 5 * 4, plan
         handle.close()
+
+
+@on_ranks(2)
+def test_a_call_that_needs_no_gradients_where_only_one_rank_has_accumulated_some(rank: int) -> None:
+    """It raised on that rank, and the other one waited."""
+    for plan in PLANS:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        with handle.no_sync():
+            loss = model(torch.ones(2, 4)).sum()
+            if rank == 0:
+                loss.backward()
+        with pytest.raises(RuntimeError, match=r"^park: gradients are waiting for a step"):
+            handle.park()
+        model[1].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"^parameters that were frozen require grad now, and grad"):
+            model(torch.ones(2, 4))
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        assert torch.equal(handle.gradient("1.bias"), torch.full((4,), 2.0))
+        model.zero_grad()
+        handle.park()

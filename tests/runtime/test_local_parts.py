@@ -91,3 +91,26 @@ def test_what_is_let_go_inside_no_sync_is_accumulated_too(rank: int) -> None:
         assert reduced(handle) == []
         loss_of_integers(model, rank, 1, 0).backward()
         assert reduced(handle) == ["right", "left", "table"]
+
+
+def test_a_part_has_all_of_its_names() -> None:
+    """Only the first name of a tied weight or of a shared module was known, and in compiled modules none of those that
+    messages and full state dicts have."""
+
+    def check(rank: int) -> None:
+        model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
+        model["head"].weight = model["embed"].weight
+        model["again"], model["block"] = model["embed"], torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager")
+        handle = zeroshard.shard(model, "zero3", units=[nn.Embedding, nn.Linear])
+        shared = model["embed"].weight
+        tied, other = sorted(handle.engine.units, key=lambda unit: all(p is not shared for p in unit.parameters))
+        names = {tied: ("embed", "again", "embed.weight", "head.weight", "again.weight")}
+        names[other] = ("block", "block.0", "block.0.weight", "block._orig_mod.0.weight")
+        for unit, of_unit in names.items():
+            for name in of_unit:
+                with handle.unsharded(name):
+                    assert [one.weights.scopes for one in (tied, other)] == [unit is tied, unit is other], name
+                with handle.no_sync(name):
+                    assert handle.engine.reducer.local == {unit}, name
+
+    run_ranks(check, 2)

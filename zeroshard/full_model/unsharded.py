@@ -27,6 +27,7 @@ from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.full_model.kept_weights import keeping
 from zeroshard.full_model.replaced import Found, put_back, take_over, uses
 from zeroshard.layout.interval import Interval
+from zeroshard.model.units import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit
@@ -52,10 +53,12 @@ def units_of(parts: Sequence[Part], engine: Engine, what: str) -> Sequence[Unit]
 
 def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter]:
     if isinstance(part, str):
-        named: dict[str, nn.Module | nn.Parameter] = {**dict(model.named_modules()), **dict(model.named_parameters())}
-        if part not in named:
+        modules = model.named_modules(remove_duplicate=False)
+        named: dict[str, nn.Module | nn.Parameter] = dict([*modules, *model.named_parameters(remove_duplicate=False)])
+        plain = {plain_name(name): one for name, one in named.items()}  # as in messages and full state dicts
+        if part not in named and part not in plain:
             raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}")
-        part = named[part]
+        part = named[part] if part in named else plain[part]
     if not isinstance(part, (nn.Module, Tensor)):
         raise InvalidType(
             f"{what}: a part is a module, a parameter or the name of one, and several are passed one behind the other "

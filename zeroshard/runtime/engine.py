@@ -219,7 +219,7 @@ class Engine(NotCopied):
         frozen = [unit for unit in self.units if not unit.trainable and unit.requiring_grad()]
         if not frozen:
             return
-        if self.has_gradients():
+        if self.collectives.count(self.has_gradients(), "a change of requires_grad"):  # as in `park`
             raise InvalidState(
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
@@ -284,7 +284,8 @@ class Engine(NotCopied):
         """See `Handle.park`."""
         self.life.expect_open("park")
         self.expect_no_backward("park").schedule.expect_to_begin()
-        if self.has_gradients():
+        # On any rank: a backward under `no_sync` may have left all parameters out on another one.
+        if self.collectives.count(self.has_gradients(), "park"):
             raise InvalidState("park: gradients are waiting for a step; call step() or zero_grad() first")
         self.gatherer.settle()
         # After this exchange no peer reads this rank's memory any more: only then may storages be emptied.
