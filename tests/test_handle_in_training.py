@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import resource
 import weakref
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.grids import EVERYTHING
@@ -539,6 +541,23 @@ def test_parts_of_main_that_do_not_fit(rank: int) -> None:
         with pytest.raises(ValueError, match=r"set_main_parts \(on rank 1\): expected"):  # rank 0 waited for it
             handle.set_main_parts(own[rank:])
         handle.set_main_parts(part.clone() for part in own)
+
+
+@on_ranks(4)
+def test_parts_of_main_that_are_not_the_same_where_they_should_be(rank: int) -> None:
+    """The weights of the ranks drifted apart, in silence."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for plan, on_mesh in itertools.product(PLANS, (None, mesh)):
+        handle = zeroshard.shard(make(Net), plan, units=Block, precision="bf16", mesh=on_mesh)
+        own, state = handle.main_parts(), handle.full_state_dict(main=True)
+        is_own = plan is not zeroshard.DDP and on_mesh is None
+        refused = pytest.raises(ValueError, match=r"^set_main_parts: ranks that hold the same part of main have been")
+        with nullcontext() if is_own else refused:
+            handle.set_main_parts([*own[:-1], own[-1] + rank // 2])
+        if not is_own:
+            assert same_bits(handle.full_state_dict(main=True), state), plan
+        place = 0 if plan is zeroshard.DDP else rank % 2  # the same on those with the same part
+        handle.set_main_parts([part + place for part in own])
 
 
 @on_ranks(2)

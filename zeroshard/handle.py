@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroshard.comm.comm_log import CommLog
-from zeroshard.comm.same import expect_same_model, expect_writable, of_buffers
+from zeroshard.comm.same import expect_same_copies, expect_same_model, expect_writable, of_buffers
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.full_model import give_back
@@ -35,7 +35,7 @@ from zeroshard.full_model.unsharded import (
 from zeroshard.io.checked import CheckpointError
 from zeroshard.model.absent import NotCopied
 from zeroshard.model.right_call import NotTheModel
-from zeroshard.placement import Plan
+from zeroshard.placement import REPLICATED, Plan
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.join import join
 from zeroshard.runtime.reads import ReadsRaise
@@ -201,13 +201,21 @@ class Handle(NotTheModel, NotCopied):
 
     @torch.no_grad()
     def set_main_parts(self, parts: Sequence[Tensor]) -> None:
-        """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective."""
+        """Set this rank's part of main to values in the form of `main_parts`; weights are updated. Collective.
+
+        Raises:
+            ValueError: on every rank: parts of another form; or other values on ranks that hold the same part (under
+                DDP, and on replicas).
+        """
         engine = self.engine.check_open("set_main_parts")
         expect_none_written(engine.units, "set_main_parts")
         units = engine.trained_units("set_main_parts")
         engine.gatherer.settle()
         # Its exchange also says that all ranks have read the weights.
-        for unit, part in together(engine.collectives, "set_main_parts", partial(parts_of, units, parts)):
+        found = together(engine.collectives, "set_main_parts", partial(parts_of, units, parts))
+        values, is_replicated = [part for _, part in found], engine.plan.main is REPLICATED
+        expect_same_copies(engine.collectives, values, "set_main_parts", in_full=is_replicated)
+        for unit, part in found:
             unit.write(unit.updated, part)
             unit.edits += 1
             engine.gatherer.updated(unit)

@@ -46,6 +46,27 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
     )
 
 
+def expect_same_copies(collectives: Collectives, values: Sequence[Tensor], what: str, *, in_full: bool) -> None:
+    """Compare values of which each rank has its own part (`in_full`: all of them) with those of the ranks that have
+    the same part. Collective; nothing is exchanged where there are none.
+
+    Raises:
+        ValueError: on every rank: ranks with the same part have other values.
+    """
+    mesh = collectives.mesh
+    mates = mesh.world.ranks if in_full else mesh.replicate.ranks
+    if (mesh.world if in_full else mesh.replicate).size == 1:
+        return
+    mine = torch.tensor([digest(value) >> 1 for value in values], dtype=torch.int64, device="cpu")
+    rows = collectives.exchange(mine.to(collectives.device), what)
+    of_mates = rows[[list(mesh.world.ranks).index(rank) for rank in mates]]
+    if collectives.count(not bool((of_mates == of_mates[0]).all()), what):
+        raise InvalidValue(
+            f"{what}: ranks that hold the same part of main have been given other values. Nothing has been changed. "
+            "Give the same on each of them (seed random numbers alike)"
+        )
+
+
 def expect_same_model(collectives: Collectives, lines: Sequence[str], what: str = SOME_EXCHANGE) -> None:
     """Compare a digest of lines that describe a model. Collective. `what`: the call that every rank must make.
 
