@@ -282,7 +282,7 @@ def test_a_norm_of_what_only_one_rank_has_accumulated_behind_a_reduction(
 @on_ranks(2)
 def test_a_call_that_needs_no_gradients_where_only_one_rank_has_accumulated_some(rank: int) -> None:
     """It raised on that rank, and the other one waited."""
-    for plan in PLANS:
+    for plan in (zeroshard.DDP,):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))
         handle = zeroshard.shard(model, plan, units=nn.Linear)
         with handle.no_sync():
@@ -299,3 +299,5 @@ def test_a_call_that_needs_no_gradients_where_only_one_rank_has_accumulated_some
         assert torch.equal(handle.gradient("1.bias"), torch.full((4,), 2.0))
         model.zero_grad()
         handle.park()
+        handle.unpark()
+        handle.close()
