@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, with_plans
+from tests.patience import wait_until
 from tests.timed_backend import ALL, timed_ranks
 from tests.together import in_turn, on_ranks
 from zeroshard.layout import cuts, pool_plan
@@ -479,7 +480,8 @@ def test_many_lives_leave_nothing_behind() -> None:
         gc.collect()
         assert all(ref() is None for ref in refs)
         torch.distributed.barrier()
-        assert counted() == before
+        # A group that has ended closes its connections on threads of its own, which take their time.
+        wait_until(lambda: all(now <= then for now, then in zip(counted(), before, strict=True)))
 
     run_ranks(check, 2)
 
