@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.kit import PLANS, WIDTH, Block, Net, State, loss_of_tokens, make, plans_of, same_bits, with_plans
-from tests.patience import wait_until
 from tests.timed_backend import ALL, timed_ranks
 from tests.together import in_turn, on_ranks
 from zeroshard.layout import cuts, pool_plan
@@ -480,8 +479,9 @@ def test_many_lives_leave_nothing_behind() -> None:
         gc.collect()
         assert all(ref() is None for ref in refs)
         torch.distributed.barrier()
-        # A group that has ended closes its connections on threads of its own, which take their time.
-        wait_until(lambda: all(now <= then for now, then in zip(counted(), before, strict=True)))
+        # Of a backend that completes exchanges late, the last one, with its group's connections, may be there at one
+        # count and not at the other. What each life leaves behind would be more.
+        assert all(now <= then + one for now, then, one in zip(counted(), before, (2, 12, 0), strict=True))
 
     run_ranks(check, 2)
 
