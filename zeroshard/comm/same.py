@@ -59,7 +59,7 @@ def expect_same_copies(collectives: Collectives, values: Sequence[Tensor], what:
         return
     mine = torch.tensor([digest(value) >> 1 for value in values], dtype=torch.int64, device="cpu")
     rows = collectives.exchange(mine.to(collectives.device), what)
-    of_mates = rows[[list(mesh.world.ranks).index(rank) for rank in mates]]
+    of_mates = rows[[mesh.world.ranks.index(rank) for rank in mates]]
     if collectives.count(not bool((of_mates == of_mates[0]).all()), what):
         raise InvalidValue(
             f"{what}: ranks that hold the same part of main have been given other values. Nothing has been changed. "

@@ -291,7 +291,7 @@ class Pipes:
         self._expect_original()
         peer = self._peers[rank]
         data = _HEADER.pack(channel, len(message)) + message
-        patience = Patience(self._timeout)
+        patience: Patience | None = None  # hardly ever needed, and this is called for every message
         with self._locked:
             # Through `unsent`: a full pipe takes a part of a message, and another thread may send before the rest.
             peer.unsent += data
@@ -302,6 +302,7 @@ class Pipes:
                 except BlockingIOError:
                     # The peer's pipe is full. The peer may itself be blocked in a write to this rank: unless this rank
                     # reads while it waits, neither continues.
+                    patience = patience or Patience(self._timeout)
                     self._take_in(patience, peer, writes=True)
                 except OSError as error:
                     raise PeerGone(f"connection to rank {rank} closed: {error}") from None
