@@ -329,6 +329,13 @@ class Training:
         of_units = (unit.held(peak=peak) for unit in self.units)
         return Bytes.total([*of_units, self.stepped(), Bytes(**pooled)])
 
+    def most(self, *, no_sync: bool = False) -> int:
+        """The most bytes of a step: in backward, or in the optimizer's step with its temporaries, when all reduced
+        gradients are there and the pool buffers are given back."""
+        given = self.held(no_sync=no_sync).sum - sum(unit.held(peak=False).sum for unit in self.units)
+        in_step = given + sum(unit.held(peak=True).sum for unit in self.units) + self.temporaries()
+        return max(self.held(peak=True, no_sync=no_sync).sum, in_step)
+
     # Pool ----------------------------------------------------------------------------------------------------------
 
     def pool(self, *, no_sync: bool = False) -> list[PlannedBuffer]:

@@ -82,6 +82,20 @@ def test_the_facts_are_the_planners() -> None:
     assert differences(wrong, forecasts()) == ["zero3: sent"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_point_of_a_curve_is_what_is_planned_for_so_many_ranks(device: str) -> None:
+    """On so many ranks small units are merged, which they are not on few; and each shard has replicas."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)))
+    options = {"units": nn.Linear, "precision": "bf16", "device": device, "replicas": 2}
+    facts = facts_of("net", [zeroshard.plan(model, Configuration(ranks=1024, **options))])
+    for curve in facts.curves:
+        assert [point.ranks for point in curve.points] == [2, 4, 8, 16, 32, 64, 128, 512, 1024]
+        for point in curve.points:
+            of_point = zeroshard.plan(model, Configuration(plan=curve.plan, ranks=point.ranks, **options))
+            assert (point.at_rest, point.at_most) == (of_point.at_rest.sum, of_point.peak), (curve.plan, point.ranks)
+
+
 def test_the_page_has_the_numbers_of_the_facts() -> None:
     page = Report(facts()).html
     cells = cells_of(page)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
+from zeroshard.model.units import UnitSpec
 from zeroshard.planner import Bytes, Training, fullest_rank
 from zeroshard.planning.activations import Trace
 from zeroshard.planning.configuration import Configuration
@@ -59,6 +60,7 @@ class Forecast:
         events: what the rank sends in a step, from the second step on: event, as in `handle.comm_log` -> how often.
         file: the rank's file in a checkpoint.
         checkpoint: the checkpoint that a save would write.
+        chosen: the units before small ones are merged for this number of ranks.
         training: the units and their layouts.
         again: plans the same model in another configuration.
         trace: of one micro-batch, if there is a workload.
@@ -76,6 +78,7 @@ class Forecast:
     padding: int
     padding_of_all: int
     events: Mapping[CommEvent, int]
+    chosen: Sequence[UnitSpec] = field(repr=False)
     training: Training = field(repr=False)
     file: FilePlan = field(repr=False)
     checkpoint: Checkpoint = field(repr=False)

@@ -74,6 +74,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         padding=sum(_padding(unit, training.rank) for unit in training.units),
         padding_of_all=sum(map(_padding_of_all, training.units)),
         events=step_events(training, counts, gathered),
+        chosen=of.chosen,
         training=training,
         file=of.file,
         again=partial(_again, model, known),
@@ -89,6 +90,7 @@ class _Planned:
     """What neither a workload nor the micro-batches of a step change. `phases`: whether micro-batches accumulate
     locally, the order of gradients, and the units that are gathered apart -> the phases."""
 
+    chosen: Sequence[UnitSpec]
     specs: Sequence[UnitSpec]
     needs: Needs
     training: Training
@@ -139,6 +141,7 @@ def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
     buffers = {name: one for name, one in state if isinstance(one, Tensor) and id(one) not in sharded}
     checkpoint = Checkpoint(training, needs, buffers)
     return _Planned(
+        chosen=chosen,
         specs=specs,
         needs=needs,
         training=training,

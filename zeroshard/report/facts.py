@@ -6,19 +6,19 @@ A page draws these records and computes no bytes of its own, so its numbers are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
 from zeroshard.placement import PLANS, Placement
-from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
+from zeroshard.planner import Bytes, PlannedUnit, Training
 from zeroshard.planning.forecast import Forecast
 from zeroshard.planning.moments import PHASES, Moment
 from zeroshard.planning.time_model import Span, StepTime
 
 SWEPT = 64
-"""Bytes per rank are planned up to that many ranks, and up to those of the configuration."""
+"""Bytes per rank are planned up to that many shards, and up to those of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -249,21 +249,20 @@ def _relative(unit: PlannedUnit) -> BufferLayout:
 
 
 def _curves(forecast: Forecast) -> Iterator[Curve]:
-    """Bytes per rank of each plan, against the number of ranks."""
-    training, chosen = forecast.training, forecast.configuration
-    specs, of = [unit.spec for unit in training.units], training.topology
+    """Bytes per rank of each plan, against the number of ranks, with as many replicas as are planned."""
+    of, no_sync = forecast.training, forecast.configuration.accumulates_locally
+    topologies = [replace(of.topology, num_shards=number) for number in _numbers_of_shards(of.topology.num_shards)]
     for name, plan in PLANS.items():
         points = []
-        for ranks in _numbers_of_ranks(of.num_shards):
-            topology = Topology(ranks, 1, of.transport, of.device_type)
-            one = Training.of(specs, plan, topology, training.optimizer)
-            no_sync = chosen.accumulates_locally
-            at_most = one.held(peak=True, no_sync=no_sync)
-            points.append(Point(ranks, one.held(no_sync=no_sync).sum, at_most.sum))
+        for topology in topologies:
+            one = Training.of(topology.units(forecast.chosen), plan, topology, of.optimizer)
+            one = replace(one, gradients=of.gradients)
+            ranks = topology.num_shards * topology.num_replicas
+            points.append(Point(ranks, one.held(no_sync=no_sync).sum, one.most(no_sync=no_sync)))
         yield Curve(name, tuple(points))
 
 
-def _numbers_of_ranks(shards: int) -> list[int]:
+def _numbers_of_shards(shards: int) -> list[int]:
     """Powers of two up to SWEPT, then of four up to `shards`, and `shards` itself."""
     found, number = {shards}, 1
     while number <= max(SWEPT, shards):

@@ -114,7 +114,7 @@ class Report:
                 heading = f"Weights, gradients and main weights of {unit.title}: {of}"
                 found[f"{name}map-{index}"] = Picture(draw, heading, buffer_map.legend(unit))
         heading = "Bytes per rank against the number of ranks; full: at most in a step, dashed: between steps"
-        ranks = self.facts.planned[0].num_shards
+        ranks = self.facts.planned[0].ranks
         found["ranks"] = Picture(
             partial(against_ranks.draw, self.facts.curves, budget=self.budget, ranks=ranks), heading
         )
