@@ -17,7 +17,7 @@ from torch import nn
 from zeroshard.comm.collectives import Collectives, transport_named
 from zeroshard.comm.transport import Transport, TransportName
 from zeroshard.errors import InvalidValue
-from zeroshard.layout.cuts import Pattern, Sizes, count, most_in_a_batch, sizes_for
+from zeroshard.layout.cuts import SIZES, Pattern, Sizes, count, most_in_a_batch, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot, numel_multiple
 from zeroshard.layout.owners import balance, cost
@@ -35,6 +35,8 @@ from zeroshard.model.units import (
 )
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan, as_plan
 from zeroshard.runtime.reductions import IN_FLIGHT
+
+MOST_RANKS = 1 << 20
 
 
 def plan_memory(
@@ -70,7 +72,18 @@ def plan_memory(
         transport: "shared" (gloo, all ranks on one host), "pairwise" (gloo, several hosts) or "native" (NCCL).
         no_sync: whether gradients are accumulated under `handle.no_sync()`.
         peak: True: the bytes of `handle.memory(peak=True)`: for each kind the most that is held at once in a step.
+
+    Raises:
+        ValueError: numbers out of range; an unknown plan, device or transport; or as `shard`.
     """
+    for name, number, least in (
+        ("world_size", world_size, 1),
+        ("num_replicas", num_replicas, 1),
+        ("state_bytes_per_element", state_bytes_per_element, 0),
+        ("state_scalars", state_scalars, 0),
+    ):
+        expect_number(name, number, least)
+    expect_device("device_type", device_type)
     plan = as_plan(plan, has_replicas=num_replicas > 1)
     topology = Topology(world_size, num_replicas, transport_named(transport), device_type)
     parameters = Managed.without(model, ignored).parameters(model)
@@ -78,6 +91,31 @@ def plan_memory(
     optimizer = OptimizerNeeds(state_bytes_per_element, state_scalars, group_of, whole_state_bytes)
     training = Training.of(specs, plan, topology, optimizer, rank)
     return asdict(training.held(peak=peak, no_sync=no_sync))
+
+
+def expect_number(name: str, value: object, least: int) -> None:
+    """Raises:
+    ValueError: not an integer from `least` to MOST_RANKS."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
+        raise InvalidValue(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
+
+
+def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
+    """Raises:
+    ValueError: the numbers do not form a mesh, or `rank` is not a rank of it."""
+    for name, value, least in (("ranks", ranks, 1), ("replicas", replicas, 1), ("rank", rank, 0)):
+        expect_number(name, value, least)
+    if ranks % replicas:
+        raise InvalidValue(f"{ranks} ranks do not divide into {replicas} replicas")
+    if rank >= ranks:
+        raise InvalidValue(f"rank must be below the number of ranks, {ranks}, found {rank}")
+
+
+def expect_device(name: str, value: object) -> None:
+    """Raises:
+    ValueError: not a type of device for which is planned."""
+    if value not in SIZES:
+        raise InvalidValue(f"{name} must be one of {', '.join(SIZES)}, found {value!r}")
 
 
 # What is planned ------------------------------------------------------------------------------------------------------

@@ -251,6 +251,7 @@ def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.
         ((NET, "--machine", "node"), "--machine: only with a batch. Add --batch"),
         ((NET, "--modules"), "--modules: only with a batch"),
         ((NET, *INPUTS), "--inputs: only with a batch"),
+        ((NET, *INPUTS, "--batch", "1", "--machine", "node"), "which only --inputs knows: add --tokens (1 where"),
         ((NET, "--reduce-every-micro-batch"), "only with several passes in a step. Add --micro-batches"),
         ((toml, *INPUTS, "--batch", "1"), "--inputs is for a model of module:factory"),
         (("--compare", tmp_path, "--ranks", "8", "--plan", "zero3"), "leave out --plan, --ranks"),
@@ -258,7 +259,7 @@ def test_each_option_has_an_effect_or_is_refused(tmp_path: Path, capsys: pytest.
         (("--compare", tmp_path, NET), "from the run: leave out MODEL"),
     ):
         assert message in said(capsys, "plan", *arguments, code=2), arguments
-    batch = (NET, "--units", "Block", *INPUTS, "--batch", "2", "--machine", "node", "--json")
+    batch = (NET, "--units", "Block", *INPUTS, "--batch", "2", "--tokens", "7", "--machine", "node", "--json")
     first, *_ = json.loads(said(capsys, "plan", *batch, "--each-unit"))
     assert set(first["seconds"]) == {"compute", "update", "communication", "exposed"}
     assert [unit["unit"] for unit in first["each_unit"]] == ["root", "blocks.0", "blocks.1", "blocks.2"]

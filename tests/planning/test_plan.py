@@ -703,6 +703,7 @@ def test_bad_input() -> None:
         ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
         ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),
         ({"optimizer": "AdamW[1.*]"}, "AdamW does not take 0.weight of shape .*'AdamW.SGD'"),
+        ({"optimizer": "SGD[head.*]+AdamW"}, r"SGD\[head\.\*\] matches no name of a parameter: .* as 0.weight"),
         ({"optimizer": "SGD+AdamW+SGD"}, "or several different ones, found SGD, AdamW, SGD"),
         ({"optimizer": []}, "expected one optimizer class"),
         ({"optimizer": "Adam-W"}, "expected a name, as in AdamW"),
@@ -719,6 +720,21 @@ def test_bad_input() -> None:
             fit(model, budget)  # type: ignore[arg-type]
 
 
+def test_numbers_that_plan_memory_cannot_have() -> None:
+    model = on_meta()
+    for wrong, message in (
+        ({"world_size": 0}, "world_size must be a whole number from 1"),
+        ({"world_size": 2.0}, "world_size must be a whole number from 1"),
+        ({"num_replicas": -2}, "num_replicas must be a whole number from 1"),
+        ({"rank": 2}, "rank must be in"),
+        ({"state_bytes_per_element": -8}, "state_bytes_per_element must be a whole number from 0"),
+        ({"state_scalars": -1}, "state_scalars must be a whole number from 0"),
+        ({"device_type": "cpu:0"}, "device_type must be one of cpu, cuda, found .cpu:0."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_memory(model, "zero3", **{"world_size": 2} | cast(Any, wrong))
+
+
 def test_options_of_an_optimizer_may_have_commas() -> None:
     state = zeroshard.plan(on_meta(), Configuration(optimizer="Adam:betas=(0.8, 0.9),amsgrad=True,lr=1e-2")).state
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
@@ -733,6 +749,7 @@ def test_other_types_are_named() -> None:
     for call, message in (
         (lambda: wrong(model, "zero3"), "expected a Configuration, as in plan.model, .*, found 'zero3'"),
         (lambda: wrong(nn.Linear), "expected a Module, as in"),
+        (lambda: fit(model, 10**9, cast(Any, {"ranks": 2})), r"fit: expected a Configuration, as in fit.model, 80"),
         (lambda: Configuration(workload=cast(Any, 3)), "must be a Workload"),
         (lambda: Workload(cast(Any, torch.zeros(1)), lambda model, inputs: model(inputs)), "expected two functions"),
         (
@@ -746,10 +763,11 @@ def test_other_types_are_named() -> None:
     for loss in (lambda model, inputs: model(inputs), lambda model, inputs: 3.0):
         with pytest.raises(ValueError, match="the loss must be a tensor with one element"):
             wrong(model, Configuration(workload=Workload(lambda: torch.zeros(1, 64), loss)))
-    found = fit(model, 10**9, Configuration(), plans="zero3", precisions="bf16")
-    assert {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in found} == {
-        ("zero3", "bf16")
-    }
+    for plans, precisions in (("zero3", "bf16"), (zeroshard.ZERO3, MixedPrecision())):
+        found = fit(model, 10**9, Configuration(), plans=plans, precisions=precisions)
+        assert {(one.forecast.configuration.plan, one.forecast.configuration.precision) for one in found} == {
+            (plans, precisions)
+        }
 
 
 def test_batch_norms_are_refused_as_shard_does() -> None:

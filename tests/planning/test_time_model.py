@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,8 +135,17 @@ def test_bad_input() -> None:
         time("zero3", "abacus")
     with pytest.raises(ValueError, match="pass tokens="):
         time("zero3", tokens=0)
-    with pytest.raises(ValueError, match="flops of a machine must be positive"):
-        Machine(flops=0, memory=1, latency=0, bandwidth=1)
+    for tokens in (-5, math.nan):
+        with pytest.raises(ValueError, match="pass tokens="):
+            time("zero3", tokens=cast(int, tokens))
+    for wrong in (0, math.nan):
+        with pytest.raises(ValueError, match="flops of a machine must be positive"):
+            Machine(flops=wrong, memory=1, latency=0, bandwidth=1)
+    for name in ("latency", "far_latency", "far_bandwidth"):
+        with pytest.raises(ValueError, match=f"^{name} of a machine must be at least 0"):
+            Machine(**{"flops": 1, "memory": 1, "latency": 0, "bandwidth": 1, name: -1})
+    with pytest.raises(ValueError, match="machine must be one of"):
+        time("zero3", cast(Any, 5))
 
 
 @pytest.mark.parametrize("overlaps", [True, False])

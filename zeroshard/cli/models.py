@@ -153,7 +153,7 @@ def _workload_of(text: str) -> Callable[[int, int | None], Workload]:
     _expect_call(f"--inputs {text}", inputs, 1, None)
 
     def workload(sequences: int, tokens: int | None) -> Workload:
-        return Workload(partial(inputs, sequences, tokens), _loss_of, num_tokens=sequences * (tokens or 1))
+        return Workload(partial(inputs, sequences, tokens), _loss_of, num_tokens=sequences * (tokens or 0))
 
     return workload
 

@@ -207,18 +207,23 @@ def _units(text: str | None, model: Any) -> UnitPolicy:
 
 
 def _workload(
-    described: Described, *, batch: int | None, tokens: int | None, recompute: bool, **_: Any
+    described: Described, *, batch: int | None, tokens: int | None, recompute: bool, machine: str | None, **_: Any
 ) -> Workload | None:
     """The micro-batch that `--batch` and its related options describe; None without `--batch`.
 
     Raises:
-        ValueError: a model whose inputs are not known.
+        ValueError: a model whose inputs are not known, or for a machine the number of its tokens.
     """
     if batch is None:
         return None
     if described.workload is None:
         raise InvalidValue("--batch: the inputs of this model are not known: add --inputs module:function")
     workload = described.workload(batch, tokens)
+    if machine is not None and not workload.num_tokens:
+        raise InvalidValue(
+            "--machine: the time of a step depends on the tokens of a sequence, which only --inputs knows: add "
+            "--tokens (1 where a sequence is one vector)"
+        )
     return replace(workload, recompute=recompute or workload.recompute)
 
 

@@ -6,17 +6,14 @@ from dataclasses import dataclass
 
 from zeroshard.comm.collectives import transport_named
 from zeroshard.comm.transport import TransportName
-from zeroshard.errors import InvalidType, InvalidValue
-from zeroshard.layout.cuts import SIZES
+from zeroshard.errors import InvalidType
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored
 from zeroshard.model.units import KeepGathered, UnitPolicy
 from zeroshard.placement import Plan, as_plan
-from zeroshard.planner import Topology
+from zeroshard.planner import Topology, expect_device, expect_mesh, expect_number
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf, Optimizers
-
-MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +61,7 @@ class Configuration:
         expect_number("micro_batches", self.micro_batches, 1)
         expect_mesh(self.ranks, self.replicas, self.rank)
         _ = self.placements
-        if self.device not in SIZES:
-            raise InvalidValue(f"device must be one of {', '.join(SIZES)}, found {self.device!r}")
+        expect_device("device", self.device)
         if self.loss_scales is not None:
             expect_number("loss_scales", self.loss_scales, 0)
         if self.workload is not None and not isinstance(self.workload, Workload):
@@ -89,21 +85,3 @@ class Configuration:
     def accumulates_locally(self) -> bool:
         """Whether micro-batches but the last run under `no_sync`."""
         return self.micro_batches > 1 and not self.reduce_every_micro_batch
-
-
-def expect_number(name: str, value: object, least: int) -> None:
-    """Raises:
-    ValueError: not an integer from `least` to MOST_RANKS."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST_RANKS:
-        raise InvalidValue(f"{name} must be a whole number from {least} to {MOST_RANKS}, found {value!r}")
-
-
-def expect_mesh(ranks: int, replicas: int, rank: int) -> None:
-    """Raises:
-    ValueError: the numbers do not form a mesh, or `rank` is not a rank of it."""
-    for name, value, least in (("ranks", ranks, 1), ("replicas", replicas, 1), ("rank", rank, 0)):
-        expect_number(name, value, least)
-    if ranks % replicas:
-        raise InvalidValue(f"{ranks} ranks do not divide into {replicas} replicas")
-    if rank >= ranks:
-        raise InvalidValue(f"rank must be below the number of ranks, {ranks}, found {rank}")

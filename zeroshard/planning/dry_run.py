@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroshard.errors import InvalidState
-from zeroshard.planning.configuration import expect_mesh
+from zeroshard.planner import expect_mesh
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeroshard.errors import InvalidState, InvalidValue
-from zeroshard.planning.configuration import expect_mesh
+from zeroshard.planner import expect_mesh
 from zeroshard.planning.wire import Clock, Fabric, Network, Transfer
 
 NAME = "simulated"

@@ -18,10 +18,11 @@ from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.configuration import Configuration
 from zeroshard.planning.forecast import Forecast
-from zeroshard.planning.forecasting import plan
+from zeroshard.planning.forecasting import as_configuration, plan
 from zeroshard.planning.in_words import in_units
 from zeroshard.planning.once import traced_once
 from zeroshard.planning.time_model import Machine
+from zeroshard.precision import MixedPrecision
 
 UNIT_BYTES = (512 << 20, 32 << 20, 8 << 20)
 """Sizes of units that are tried if they change the result."""
@@ -70,8 +71,8 @@ def fit(
     budget: int,
     configuration: Configuration | None = None,
     *,
-    plans: Iterable[Plan | str | int] = tuple(PLANS),
-    precisions: Iterable[Precisions] | None = None,
+    plans: Plan | str | int | Iterable[Plan | str | int] = tuple(PLANS),
+    precisions: MixedPrecision | str | Iterable[Precisions] | None = None,
     sizes: Sequence[int] | None = None,
     replicas: Sequence[int] = (),
     splits: Sequence[tuple[int, Workload]] = (),
@@ -98,11 +99,13 @@ def fit(
 
     Raises:
         ValueError: the budget is below 1; or as `plan`.
+        TypeError: as `plan`.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 1:
         raise InvalidValue(f"the budget must be at least one byte, found {budget!r}")
-    given, plans = configuration or Configuration(), [plans] if isinstance(plans, str) else list(plans)
-    if isinstance(precisions, str):
+    given = as_configuration("fit", model, configuration)
+    plans = [plans] if isinstance(plans, (str, int, Plan)) else list(plans)
+    if isinstance(precisions, (str, MixedPrecision)):
         precisions = [precisions]
     if sizes is None:
         sizes = UNIT_BYTES if given.units is None else ()

@@ -151,9 +151,12 @@ class Forecast:
 
     def _step(self, machine: Machine | str, tokens: int | None) -> StepModel:
         workload = self.configuration.workload
-        tokens = tokens or (workload.num_tokens if workload is not None else 0)
-        if not tokens:
-            raise InvalidValue("the time of a step depends on the tokens of a micro-batch: pass tokens=...")
+        if tokens is None:
+            tokens = workload.num_tokens if workload is not None else 0
+        if not tokens > 0:
+            raise InvalidValue(
+                f"the time of a step depends on the tokens of a micro-batch, found {tokens}: pass tokens=..., from 1"
+            )
         return StepModel(
             self.training,
             self.events,

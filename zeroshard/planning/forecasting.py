@@ -45,11 +45,7 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
             sharded already.
         TypeError: not a model, or not a Configuration.
     """
-    found = Configuration() if configuration is None else configuration
-    for value, kind in ((model, nn.Module), (found, Configuration)):
-        if not isinstance(value, kind):
-            call = "plan(model, Configuration(plan='zero3', ranks=8))"
-            raise InvalidType(f"plan: expected a {kind.__name__}, as in {call}, found {value!r:.80}")
+    found = as_configuration("plan", model, configuration)
     with traced_once() as known:
         of = _planned(model, found)
         training, needs, workload = of.training, of.needs, found.workload
@@ -83,6 +79,22 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         moments=of_step,
         looked_up=of.looked_up,
     )
+
+
+def as_configuration(what: str, model: object, configuration: object) -> Configuration:
+    """The configuration; None: the defaults.
+
+    Raises:
+        TypeError: `model` is none, or `configuration`. `what`: the call that was given them.
+    """
+    found = Configuration() if configuration is None else configuration
+    for value, kind in ((model, nn.Module), (found, Configuration)):
+        if not isinstance(value, kind):
+            values = "model, " if what == "plan" else "model, 80 * 10**9, "
+            call = f"{what}({values}Configuration(plan='zero3', ranks=8))"
+            raise InvalidType(f"{what}: expected a {kind.__name__}, as in {call}, found {value!r:.80}")
+    assert isinstance(found, Configuration)
+    return found
 
 
 @dataclass(frozen=True)
@@ -128,12 +140,12 @@ def _plan_engine(model: nn.Module, found: Configuration) -> _Planned:
         )
     chosen = choose_units(model, found.units, found.precision, parameters, found.keep_gathered)
     specs = found.topology.units(chosen)
-    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    trainable = (name for name, parameter in parameters.items() if parameter.requires_grad)
     in_parts = found.placements.main is SHARDED and found.num_shards > 1
     needs = once(
         ("needs", in_parts, *trainable),
         (model, found.optimizer, found.group_of),
-        lambda: needs_of(found.optimizer, trainable, found.group_of, sharded=in_parts),
+        lambda: needs_of(found.optimizer, parameters, found.group_of, sharded=in_parts),
     )
     training = Training.of(specs, found.placements, found.topology, needs, found.rank % found.num_shards)
     sharded = {id(parameter) for parameter in parameters.values()}

@@ -9,6 +9,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -99,15 +100,16 @@ class Needs(OptimizerNeeds):
 def needs_of(
     optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], group_of: GroupOf, *, sharded: bool
 ) -> Needs:
-    """Assign each of these trainable parameters to its class. `sharded`: whether no rank steps all of them.
+    """Assign each of these parameters that trains to its class. `sharded`: whether no rank steps all of them.
 
     Raises:
         ValueError: a class that cannot be sharded; an unknown name; options that a class does not accept; a parameter
-            that no class accepts; a class that is named twice.
+            that no class accepts; a class that is named twice, or whose pattern matches nothing.
     """
     kinds = tuple(map(_kind, _listed(optimizers)))
+    trainable = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     found = [
-        granularity_of(kind.optimizer_class, kind.options, None, sharded=sharded, parameters=[*parameters.values()])
+        granularity_of(kind.optimizer_class, kind.options, None, sharded=sharded, parameters=[*trainable.values()])
         for kind in kinds
     ]
     whole = tuple(granularity is Granularity.PARAMETER for granularity in found)
@@ -115,7 +117,7 @@ def needs_of(
         names = ", ".join(kind.name for kind in kinds)
         raise InvalidValue(f"expected one optimizer class, or several different ones, found {names or 'none'}")
     kind_of, groups = {}, {}
-    for name, parameter in parameters.items():
+    for name, parameter in trainable.items():
         number = next((number for number, kind in enumerate(kinds) if kind.takes(name, parameter)), None)
         if number is None:
             known = [kind.name for kind in kinds]
@@ -125,6 +127,11 @@ def needs_of(
                 f"as well, '{'+'.join([*known, rest])}' for example"
             )
         kind_of[plain_name(name)], groups[plain_name(name)] = number, (number, group_of(name, parameter))
+    for kind in kinds:
+        if parameters and not any(fnmatchcase(name, kind.pattern) for name in parameters):
+            raise InvalidValue(
+                f"{kind.name}[{kind.pattern}] matches no name of a parameter: they are as {next(iter(parameters))}"
+            )
     return Needs(group_of=groups.__getitem__, kinds=kinds, kind_of=kind_of, steps_whole=whole)
 
 

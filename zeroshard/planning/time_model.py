@@ -44,7 +44,7 @@ class Machine:
         overlaps: whether messages move while a rank computes.
 
     Raises:
-        ValueError: a rate is not positive.
+        ValueError: a rate is not positive, or a latency is negative.
     """
 
     flops: float
@@ -58,8 +58,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "bandwidth", "node"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise InvalidValue(f"{name} of a machine must be positive, found {getattr(self, name)}")
+        for name in ("latency", "far_latency", "far_bandwidth"):
+            if not getattr(self, name) >= 0:
+                raise InvalidValue(f"{name} of a machine must be at least 0, found {getattr(self, name)}")
 
     def seconds(self, num_bytes: int, ranks: int, among: int = 0) -> float:
         """The time of a ring over `ranks` ranks in which each sends `num_bytes`. `among`: over how many neighbours they
@@ -99,7 +102,7 @@ def as_machine(machine: Machine | str) -> Machine:
     Raises:
         ValueError: there is no such preset.
     """
-    if not isinstance(machine, str):
+    if isinstance(machine, Machine):
         return machine
     if machine not in MACHINES:
         raise InvalidValue(f"machine must be one of {', '.join(MACHINES)}, found {machine!r}")
