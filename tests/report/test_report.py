@@ -374,7 +374,14 @@ def test_a_damaged_run_is_refused_in_one_line(tmp_path: Path) -> None:
     check(lambda text: "]\n" + text, "damaged in line 1")
     check(lambda text: "[]\n" + text, "in line 1: expected an object with a kind")
     check(lambda text: "[" * 100_000 + "\n" + text, "damaged in line 1: maximum recursion depth")
-    for value in ("Infinity", "NaN", "-1", "2.5", '"many"'):  # infinity raised OverflowError, and 2.5 was rounded
+    large = "1" + 400 * "0"  # as were these: they are no floats, or have no difference
+    for key, value in (("loss", large), ("loss", "-1.7e+308"), ("step", large), ("engine_bytes", "-5")):
+        check(
+            lambda text, key=key, value=value: text.replace(f'"{key}":', f'"{key}": {value}, "was":'),
+            rf"damaged in line [23]: {key} is '{re.escape(value[:9])}" if key != "step" else "is damaged",
+        )
+    check(lambda text: text.replace('"loss": 1.25', f'"loss": {large}'), "is damaged: InvalidValue: expected a number")
+    for value in ("Infinity", "NaN", "-1", "2.5", '"many"', large):  # raised OverflowError; 2.5 was rounded
         held = f'{{"kind": "memory", "step": 6, "held": {{"at most": {{"state": {value}}}}}}}\n'
         check(lambda text, line=held: text + line, "is damaged: InvalidValue: state must be a whole number from 0")
     for key, value, found in (  # ranks 0 divided by zero, and the other numbers were rounded

@@ -12,10 +12,13 @@ from zeroshard.comm.collectives import transport_named
 from zeroshard.comm.transport import TransportName
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import as_plan
+from zeroshard.report.plan_file import MOST
 from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline
 
 METRICS = "metrics.jsonl"
 _WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
+_LARGEST = 1e300
+"""Of a number that is drawn: a scale over larger ones has no length."""
 _NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communication_share", "seconds")
 
 
@@ -122,9 +125,9 @@ def _rows(path: Path, lines: list[str]) -> Iterator[Mapping[str, Any]]:
 
 def _check_step(path: Path, number: int, row: Mapping[str, Any]) -> None:
     """Raises:
-    ValueError: a field has another type than the page draws."""
-    wrong = [key for key in _WHOLE if key in row and type(row[key]) is not int]
-    wrong += [key for key in _NUMBERS if key in row and not isinstance(row[key], (int, float, type(None)))]
+    ValueError: a field is none that the page can draw."""
+    wrong = [key for key in _WHOLE if key in row and not _is_whole(row[key])]
+    wrong += [key for key in _NUMBERS if key in row and not _is_number(row[key])]
     wrong += [key for key in ("step", "engine_bytes", "peak_memory_bytes") if key not in row]
     if wrong:
         raise InvalidValue(f"{path} is damaged in line {number}: {wrong[0]} is {str(row.get(wrong[0]))[:60]!r}")
@@ -163,10 +166,22 @@ def _kinds(kinds: Mapping[str, Any]) -> dict[str, int]:
 def _whole(key: str, value: Any, least: int = 0) -> int:
     """Raises:
     ValueError: `value` is not a whole number from `least`."""
-    if type(value) is not int or value < least:
+    if not _is_whole(value) or value < least:
         raise InvalidValue(f"{key} must be a whole number from {least}, found {value!r:.60}")
-    return value
+    return int(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
 
 
 def _number(value: Any) -> float | None:
+    """Raises:
+    ValueError: it cannot be drawn."""
+    if not _is_number(value):
+        raise InvalidValue(f"expected a number or null, found {value!r:.60}")
     return None if value is None else float(value)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not abs(value) > _LARGEST)
