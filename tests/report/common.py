@@ -45,7 +45,8 @@ def facts() -> Facts:
 
 
 START: dict[str, Any] = {
-    "kind": "start", "step": 0, "plan": "zero3", "ranks": 2, "device": "cpu", "transport": "shared", "restarts": 0
+    "kind": "start", "step": 0, "plan": "zero3", "precision": "fp32", "ranks": 2, "device": "cpu",
+    "transport": "shared", "restarts": 0,
 }  # fmt: skip
 """A line of a run's metrics: its ranks have begun."""
 

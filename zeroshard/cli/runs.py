@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run. `step`: the folder of its newest checkpoint."""
+    """A run, with the configuration and place of its last step. `step`: the folder of its newest checkpoint."""
 
     record: RunRecord
     config: Config
@@ -38,7 +38,9 @@ def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
     step = steps[max(steps)] if steps else None
     from zeroshard.train.planned import Place
 
-    last = record.starts[-1]
+    last = record.started
+    parallel = config.parallel.model_copy(update={"plan": last.plan, "precision": last.precision})
+    config = config.model_copy(update={"parallel": parallel})
     return SavedRun(record, config, Place(last.ranks, last.device, last.transport), step)
 
 

@@ -28,6 +28,8 @@ class Start:
     started them again by then; `transport`: how they exchanged buffers."""
 
     step: int
+    plan: str
+    precision: str
     ranks: int
     device: str
     restarts: int
@@ -71,6 +73,11 @@ class RunRecord:
     @property
     def last(self) -> Mapping[str, Any]:
         return self.steps[-1]
+
+    @property
+    def started(self) -> Start:
+        """The start of the ranks that have done the last step. (Others may have started since, and have done none.)"""
+        return next((start for start in reversed(self.starts) if start.step < self.last["step"]), self.starts[-1])
 
     @property
     def skipped(self) -> list[int]:
@@ -151,7 +158,7 @@ def _start(row: Mapping[str, Any]) -> Start:
     transport_named(row["transport"])
     as_plan(row["plan"])
     step, ranks, restarts = (_whole(key, row[key], 1 if key == "ranks" else 0) for key in ("step", "ranks", "restarts"))
-    return Start(step, ranks, str(row["device"]), restarts, row["transport"])
+    return Start(step, row["plan"], str(row["precision"]), ranks, str(row["device"]), restarts, row["transport"])
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:
