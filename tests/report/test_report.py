@@ -302,17 +302,20 @@ def test_from_a_plan_to_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_names_from_elsewhere_are_written_as_text() -> None:
+def test_names_from_elsewhere_are_written_as_text(tmp_path: Path) -> None:
     first, *_ = facts().planned
     unit = first.maps[0]
-    evil = "</script><script>alert(1)</script>"
+    evil = "</script><script>alert(1)</script>\x00\x1b[31m\ud800\uffff"
     slots = tuple(replace(slot, name=f"{evil}{slot.name}") for slot in unit.layout.slots)
     maps = (replace(unit, names=(evil,), layout=replace(unit.layout, slots=slots)),)
     assert first.timeline is not None
     timeline = replace(first.timeline, spans=tuple(replace(span, unit=evil) for span in first.timeline.spans))
     moments = tuple(replace(moment, until=evil) for moment in first.moments)
     planned = replace(first, maps=maps, plan=evil, optimizer=evil, timeline=timeline, moments=moments)
-    page = Report(replace(facts(), model=evil, planned=(planned,))).html
+    report = Report(replace(facts(), model=evil, planned=(planned,)))
+    for path in report.write_pictures(tmp_path):
+        ElementTree.parse(path)
+    page = report.write(tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page and "&lt;script&gt;alert" in page
     assert page.count("</script>") == Report(facts_of("net", forecasts()[:1], "cpu")).html.count("</script>")
 

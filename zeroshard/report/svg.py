@@ -14,12 +14,14 @@ LETTER = 6.6
 """Width of a letter in pixels, at the size of the labels in a picture: labels that do not fit are left out."""
 Legend = Sequence[tuple[str, str]]
 """Of each kind of thing in a picture: its classes, and its name."""
+_UNWRITABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff\ud800-\udc7f\udd00-\udfff]")
+"""What XML may not contain, and surrogates that stand for no byte of a file's name."""
 
 
 def element(name: str, *content: str, **attributes: object) -> str:
     """An element. `content` is markup. An attribute's name has "_" for "-"; `class_` is `class`; None: left out."""
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(shown(value))}"'
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(shown(value))}"'
         for key, value in attributes.items()
         if value is not None
     )
@@ -32,8 +34,10 @@ def shown(value: object) -> str:
 
 
 def escaped(text: object) -> str:
-    """`text` inside of a page. Pages are UTF-8, whatever the locale: a file's name is read again from its bytes."""
-    return html.escape(str(text).encode(errors="surrogateescape").decode(errors="replace"))
+    """`text` inside of a page. Pages are UTF-8, whatever the locale: a file's name is read again from its bytes. A name
+    of a module may be any text: what cannot be written becomes a replacement character."""
+    writable = _UNWRITABLE.sub("\ufffd", str(text))
+    return html.escape(writable.encode(errors="surrogateescape").decode(errors="replace"))
 
 
 def rect(x: float, y: float, width: float, height: float, class_: str, **attributes: object) -> str:
