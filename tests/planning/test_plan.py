@@ -57,10 +57,10 @@ OPTIMIZERS: dict[str, list[Taker]] = {
     "SGD": [(torch.optim.SGD, {}, anything)],
     "Adafactor": [(torch.optim.Adafactor, {}, anything)],
     "Lamb": [(zeroshard.optim.Lamb, {}, anything)],
-    "SGD[embed*]:momentum=0.9+Muon+Lamb[*.norm.*]+AdamW": [
+    "SGD[embed*]:momentum=0.9+Muon+Lamb[blocks*norm.*]+AdamW": [
         (torch.optim.SGD, {"momentum": 0.9}, lambda name, parameter: name.startswith("embed")),
         (torch.optim.Muon, {}, is_matrix),
-        (zeroshard.optim.Lamb, {}, lambda name, parameter: ".norm." in name),
+        (zeroshard.optim.Lamb, {}, lambda name, parameter: name.startswith("blocks") and "norm." in name),
         (torch.optim.AdamW, {}, anything),
     ],
 }
