@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -70,6 +71,28 @@ def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
         run_ranks(run, 3)
     assert caught.value.rank == 1
     assert time.monotonic() - start < AT_ONCE
+
+
+def test_other_errors_of_other_ranks_are_in_the_message() -> None:
+    """Of several, only the first was shown: often one that another rank has caused."""
+
+    def fails_otherwise(what: str) -> None:
+        raise KeyError(what)
+
+    def run(rank: int) -> None:
+        dist.barrier()
+        if rank == 0:
+            raise ValueError("one")
+        fails_otherwise("another")
+
+    with pytest.raises(RankError) as caught:
+        run_ranks(run, 3)
+    _, *parts = re.split(r"rank ([0-9, ]+) raised:\n", str(caught.value))
+    found = {text.strip().splitlines()[-1]: ranks for ranks, text in zip(parts[::2], parts[1::2], strict=True)}
+    assert sorted(found) == ["KeyError: 'another'", "ValueError: one"]
+    assert found["ValueError: one"] == "0"
+    assert found["KeyError: 'another'"] in (("1", "2") if caught.value.rank else ("1, 2", "2, 1"))
+    assert str(caught.value).count("in fails_otherwise") == 1
 
 
 def test_an_error_may_name_any_file() -> None:

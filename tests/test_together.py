@@ -55,7 +55,7 @@ def starts_of(monkeypatch: pytest.MonkeyPatch, items: list[Any]) -> tuple[list[i
             start.expect(item, items)
             outcomes[item.nodeid] = None
         except (RankError, AssertionError) as error:
-            outcomes[item.nodeid] = str(error).splitlines()[-1]
+            outcomes[item.nodeid] = getattr(error, "text", str(error)).splitlines()[-1]
     return starts, outcomes
 
 

@@ -45,10 +45,11 @@ _OTHERS_SECONDS = 5.0
 
 
 class RankError(Error, RuntimeError):
-    """A rank raised; the message contains its traceback. `rank`: its number."""
+    """A rank raised. The message contains its traceback, and in short what others raised. `rank`: its number; `text`:
+    its traceback."""
 
-    def __init__(self, rank: int, text: str) -> None:
-        super().__init__(f"rank {rank} raised:\n{text}")
+    def __init__(self, rank: int, text: str, others: str = "") -> None:
+        super().__init__(f"rank {rank} raised:\n{text}{others}")
         self.rank = rank
         self.text = text
 
@@ -69,7 +70,7 @@ def run_ranks(
         collective_timeout: seconds for one collective.
 
     Raises:
-        RankError: for the first rank that raised, with its traceback.
+        RankError: for the first rank that raised, with its traceback, and in short the other errors of other ranks.
         TimeoutError: ranks were still running at the timeout.
         TypeError, ValueError: `fn` is not a function, or `world_size` not a number of ranks.
     """
@@ -128,8 +129,9 @@ def _rank_main(
         _write(folder / f"result-{rank}", _pickled(result))
         _leave_together(all_done, done)
         status = 0
-    except BaseException:
-        _write(folder / f"error-{rank}-{time.monotonic_ns()}", traceback.format_exc().encode(errors="backslashreplace"))
+    except BaseException as error:
+        last = traceback.format_exception(error, limit=-1, chain=False)[1:]
+        _write_error(folder, rank, traceback.format_exc(), "".join(last))
     finally:
         try:
             watch.stop()
@@ -186,6 +188,12 @@ def _write(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
+def _write_error(folder: Path, rank: int, text: str, in_short: str) -> None:
+    # A message may name any file, which may be no Unicode.
+    texts = [one.encode(errors="backslashreplace").decode() for one in (text, in_short)]
+    _write(folder / f"error-{rank}-{time.monotonic_ns()}", pickle.dumps(texts))
+
+
 def _wait_for(running: dict[int, int], folder: Path, deadline: float) -> None:
     """Reap all ranks (pid -> rank). The others of one that has failed are killed if they do not end soon."""
     while running and (ended := _wait_for_one(running, deadline)):
@@ -198,16 +206,29 @@ def _wait_for(running: dict[int, int], folder: Path, deadline: float) -> None:
                     "os._exit, or could not write a file"
                 )
             if text:
-                _write(folder / f"error-{rank}-{time.monotonic_ns()}", text.encode())
+                _write_error(folder, rank, text, text)
             if status or text:
                 deadline = min(deadline, time.monotonic() + _OTHERS_SECONDS)
     stacks, killed = _stacks_of(running, folder), sorted(running.values())
     _kill(running)
     errors = sorted(folder.glob("error-*"), key=lambda path: int(path.name.split("-")[2]))
     if errors:
-        raise RankError(int(errors[0].name.split("-")[1]), errors[0].read_text() + stacks)
+        raise RankError(*_told_by(errors, stacks))
     if killed:
         raise TookTooLong(f"ranks {killed} were still running at the timeout and have been killed{stacks}")
+
+
+def _told_by(errors: Sequence[Path], stacks: str) -> tuple[int, str, str]:
+    """What these files, the earliest first, say in a RankError. What several ranks have raised is shown once."""
+    ranks_of, texts = dict[str, list[int]](), list[str]()
+    for path in errors:
+        text, in_short = pickle.loads(path.read_bytes())
+        ranks_of.setdefault(in_short, []).append(int(path.name.split("-")[1]))
+        texts.append(text)
+    (first, *_), *others = ranks_of.values()
+    shown = zip(others, [*ranks_of][1:], strict=True)
+    also = "".join(f"\nrank {', '.join(map(str, ranks))} raised:\n{in_short}" for ranks, in_short in shown)
+    return first, texts[0], also + stacks
 
 
 def _kill(running: dict[int, int]) -> None:
