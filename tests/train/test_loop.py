@@ -742,13 +742,15 @@ def test_a_step_that_cannot_be_removed_does_not_end_the_run(
     assert sorted(steps(tmp_path / "run")) == [5, 6] and losses(tmp_path / "run") == losses(plain)
 
 
-def test_a_timeline_that_cannot_be_written_does_not_end_the_run(
+def test_a_timeline_and_a_sample_that_cannot_be_written_do_not_end_the_run(
     shared_text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "timeline-1.json.gz").mkdir()
+    (tmp_path / "timeline-1.json.gz").mkdir(), (tmp_path / "sample.txt").mkdir()
     with warnings_on_stderr():
         run_ranks(train_rank, 2, tiny(shared_text, tmp_path, schedule__steps=2, run__timeline=1))
-    assert f"NO timeline of rank 1 was written: {tmp_path}/timeline-1.json.gz is a folder" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"NO timeline of rank 1 was written: {tmp_path}/timeline-1.json.gz is a folder" in told
+    assert told.count("NO sample.txt was written") == 1 and f"{tmp_path}/sample.txt is a folder" in told
     assert (tmp_path / "timeline-0.json.gz").is_file() and [*steps(tmp_path)] == [2]
 
 

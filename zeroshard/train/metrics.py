@@ -189,12 +189,12 @@ class JsonLines:
         self._write({"kind": "validation", **asdict(record), "bits_per_byte": record.bits_per_byte})
 
     def close(self) -> None:
-        """
-        Raises:
-            UserError: lines are left that cannot be written.
-        """
-        with self._file, writing(self._path):
-            self._write_what_is_left()
+        """Lines that still cannot be written are lost: a warning says so, as the run itself is saved."""
+        with self._file:
+            try:
+                self._write_what_is_left()
+            except OSError as error:
+                LOGGER.warning("cannot write %s: %s; its last lines are lost", self._path, in_words(error))
 
     def _write(self, values: Mapping[str, object]) -> None:
         # JSON has no NaN and no infinity; json.dumps would write them, and strict parsers would reject the file.

@@ -8,6 +8,9 @@ from rich.console import Console
 
 from zeroshard.checkpoint import steps
 from zeroshard.comm.transport import TransportName
+from zeroshard.io.logger import LOGGER
+from zeroshard.io.refused import in_words
+from zeroshard.io.whole import write_whole
 from zeroshard.train.config import fields, value_of
 from zeroshard.train.language import continue_text
 from zeroshard.train.launch import times_restarted
@@ -114,7 +117,11 @@ def show_model(run: Run, console: Console) -> None:
     if run.config.evaluation.sample_tokens:
         text, path = sample(run), run.folder / "sample.txt"
         console.print(sample_panel(text))
-        run.ranks.first_does(lambda: path.write_text(text, encoding="utf-8"))
+        if run.ranks.rank == 0:
+            try:
+                write_whole(path, text)
+            except OSError as error:  # the run itself is saved
+                LOGGER.warning("NO %s was written: %s", path.name, in_words(error))
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
     console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory(), console.width))
 
