@@ -23,9 +23,22 @@ told: set[int] = set()
 
 
 def begun() -> None:
-    """From here on an interrupt is an exception, so that files which are being written are removed."""
+    """From here on an interrupt and a SIGTERM are exceptions, so that files which are being written are removed."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _is_ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def exit_code() -> int:
+    """Of a command that was interrupted."""
+    return 128 + signal.SIGTERM if signal.SIGTERM in told else INTERRUPTED
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+    told.add(number)
+    raise KeyboardInterrupt
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -47,7 +60,8 @@ def _is_command() -> bool:
     return program == "zeroshard" or (program == "-m" and ("-m", "zeroshard") in pairwise(sys.orig_argv))
 
 
-if _is_command() and threading.current_thread() is threading.main_thread():
+_is_ours = _is_command() and threading.current_thread() is threading.main_thread()
+if _is_ours:
     # Ranks do not leave one by one: the others would wait for them, and the launcher would report a failure.
     is_rank = "RANK" in os.environ
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not of a job that ignores it

@@ -21,6 +21,7 @@ from tests.patience import wait_until
 from zeroshard import starting
 from zeroshard.checkpoint import files, verify
 from zeroshard.cli.main import ELSEWHERE, _continued, _other_names, _saved_run, main, run
+from zeroshard.train import data
 from zeroshard.train.config import ScheduleConfig, UserError
 from zeroshard.train.loop import Requests
 from zeroshard.train.ranks import cores
@@ -228,6 +229,30 @@ def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(click.Command, "invoke", interrupted)
     assert run(["inspect", "steps"]) == 130
     assert capsys.readouterr() == ("", "\ninterrupted\n")
+
+
+def test_a_command_that_is_terminated_removes_what_it_was_writing(tmp_path: Path) -> None:
+    """SIGTERM left the tokens of the text, which may be large, behind."""
+    (tmp_path / "text").write_text("word " * 5000)
+
+    def slow() -> None:
+        write_tokens = data._write_tokens
+
+        def write_and_wait(folder: Path, *arguments: Any) -> None:
+            write_tokens(folder, *arguments)
+            (tmp_path / "written").touch()
+            wait_until((tmp_path / "never").exists)
+
+        data._write_tokens = write_and_wait
+        starting._is_ours = True  # as in an interpreter of the command
+
+    arguments = (f"--data={tmp_path}/text", f"--data.cache={tmp_path}/cache", "--nproc=2", *SMALL)
+    process = start("train", *arguments, before=slow)
+    wait_until((tmp_path / "written").exists)
+    assert len(os.listdir(tmp_path / "cache")) == 1
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (128 + signal.SIGTERM, "", "\ninterrupted\n")
+    assert os.listdir(tmp_path / "cache") == []
 
 
 def test_help_names_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from zeroshard.train.config import UserError
 from zeroshard.train.metrics import JsonLines, Observers, StepRecord, TensorBoard, ValidationRecord
 from zeroshard.train.progress import (
     Progress,

@@ -22,7 +22,7 @@ from zeroshard.cli.report import report
 from zeroshard.cli.terminal import Damaged, Helpful, printable
 from zeroshard.cli.tokenizer import tokenizer
 from zeroshard.io.logger import warnings_on_stderr
-from zeroshard.starting import BAD_INPUT, INTERRUPTED, begun
+from zeroshard.starting import BAD_INPUT, begun, exit_code
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
         return _refuse(error.format_message(), arguments)
     except (KeyboardInterrupt, click.Abort):
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return exit_code()
 
 
 def _refuse(problem: str, arguments: list[str]) -> int:

@@ -121,7 +121,7 @@ def show_model(run: Run, console: Console) -> None:
             try:
                 write_whole(path, text)
             except OSError as error:  # the run itself is saved
-                LOGGER.warning("NO %s was written: %s", path.name, in_words(error))
+                LOGGER.warning("NO sample.txt was written: %s", in_words(error))
     title = f"{run.config.parallel.plan}, {run.config.parallel.precision}, {run.ranks.world_size} ranks"
     console.print(bytes_table(title, run.numel, run.planned_bytes, run.handle.memory(), console.width))
 
