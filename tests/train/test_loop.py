@@ -609,13 +609,22 @@ def test_refusals_are_the_same_on_every_rank(
         (tiny(shared_text, tmp_path / "x", run__observers="wnadb"), None, "there is no observer 'wnadb'"),
         (tiny(shared_text, tmp_path / "x", run__observers="wandb"), None, "wandb is not installed: pip install"),
         (tiny(text_folder, text_folder / "runs"), None, "/text/runs lies in the text, --data"),
+        (
+            tiny(shared_text, tmp_path / "mine"),
+            None,
+            "/mine/config.toml is of no run, and this one would write its own",
+        ),
         (tiny(shared_text, damaged), damaged, "no good step in"),
     ]
+    (tmp_path / "mine").mkdir()
+    mine = tmp_path / "mine" / "config.toml"
+    mine.write_text("# my own\n[optimizer]\nlr = 0.01\n")
     for config, resume, message in cases:
         found = run_ranks(refused, 2, config, resume)
         assert message in found[0]
         assert found[0] == found[1]
     assert "step-3" in found[0] and "step-5" in found[0]
+    assert os.listdir(tmp_path / "mine") == ["config.toml"] and mine.read_text().startswith("# my own")
     assert not (tmp_path / "x").exists()
 
 

@@ -283,7 +283,19 @@ def check_divides(config: Config) -> None:
 
 def write(config: Config, path: Path) -> None:
     """Save the resolved configuration, so that `resolve([path], {})` returns it again."""
-    write_whole(path, tomli_w.dumps(config.model_dump(exclude_none=True)))
+    write_whole(path, _text_of(config))
+
+
+def is_written(path: Path) -> bool:
+    """Whether a file is one that `write` has written, so that another one in its place loses nothing of a user."""
+    try:
+        return path.read_text(encoding="utf-8") == _text_of(resolve([path], {}))
+    except (OSError, UnicodeDecodeError, UserError):
+        return False
+
+
+def _text_of(config: Config) -> str:
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

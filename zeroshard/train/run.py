@@ -27,16 +27,28 @@ from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.model.recomputing import recompute, worth_recomputing
 from zeroshard.planner import OptimizerNeeds, Topology, Training
-from zeroshard.train.config import Config, ScheduleConfig, UserError, check_divides, fields, value_of, write
+from zeroshard.train.config import (
+    Config,
+    ScheduleConfig,
+    UserError,
+    check_divides,
+    fields,
+    is_written,
+    value_of,
+    write,
+)
 from zeroshard.train.data import Batches, Corpus, open_corpus, prepare, validation_windows
 from zeroshard.train.flops import peak_flops
 from zeroshard.train.language import Language, build_language, has_decay
 from zeroshard.train.metrics import METRICS, Earlier, earlier
 from zeroshard.train.ranks import Ranks
-from zeroshard.train.release import keep_config
+from zeroshard.train.release import FOLDER, keep_config
 from zeroshard.train.resume import KEY, Found, Position, find
 from zeroshard.train.text import would_read
 from zeroshard.train.tokenizer import Tokenizer, tokenizer_of
+
+CONFIG = "config.toml"
+"""The resolved configuration, in a run's folder."""
 
 OF_A_HOST = ("model.config", "data.path", "data.tokenizer")
 OF_RANK_0 = ("run.out", "run.report", "run.log_every", "run.log_seconds", "run.observers")
@@ -315,14 +327,19 @@ def make_folder(config: Config, resume: Path | None, occupied: bool, occupation:
     """Create the run's folder, take it, and write the resolved configuration into it.
 
     Raises:
-        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), is in use, lies in
-            the text, or cannot be written.
+        UserError: the folder contains another run (and neither `occupied` nor `resume` allows that), or files of the
+            user that the run would replace; it is in use, lies in the text, or cannot be written.
     """
     folder = Path(config.run.out or default_folder())
     lived_in = (folder / METRICS).exists() or bool(zeroshard.checkpoint.steps(folder))
-    if lived_in and not occupied and (resume is None or folder.resolve() != resume.resolve()):
+    is_new = resume is None or folder.resolve() != resume.resolve()
+    if lived_in and not occupied and is_new:
         same = f"continue it with --resume {quote(str(folder))}, or choose another --out"
         raise UserError(f"{folder} already holds a run: {same}")
+    if is_new and not is_written(folder / CONFIG):
+        for name in (CONFIG, *((FOLDER,) if config.model.config else ())):
+            if (folder / name).exists():
+                raise UserError(f"{folder / name} is of no run, and this one would write its own: choose another --out")
     if would_read(config.data, folder):
         raise UserError(
             f"{folder} lies in the text, --data {config.data.path}: what the run writes there would be text of the run "
@@ -332,7 +349,7 @@ def make_folder(config: Config, resume: Path | None, occupied: bool, occupation:
     try:
         with files.made(folder):
             occupation.take(folder)
-            write(config, folder / "config.toml")
+            write(config, folder / CONFIG)
             if config.model.config:
                 keep_config(folder, Path(config.model.config))
     except OSError as error:
