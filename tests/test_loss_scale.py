@@ -254,6 +254,20 @@ def test_a_constant_scale_keeps_its_value_when_a_dynamic_state_is_loaded() -> No
     assert scaler.state == ScaleState(128.0, skips_in_a_row=1)
 
 
+def test_a_dynamic_scale_behind_a_constant_one_has_all_its_hysteresis() -> None:
+    """The first overflow reduced the scale, as a constant one counts none."""
+    scaler = LossScaler(DynamicScale(hysteresis=3))
+    scaler.load_state_dict(LossScaler(ConstantScale(128.0)).state_dict())
+    assert scaler.state == ScaleState(128.0, hysteresis_left=3)
+    for expected in (128.0, 128.0, 64.0, 32.0):
+        scaler.update(True)
+        assert scaler.scale == expected
+    scaler.update(False)
+    kept = scaler.state
+    scaler.load_state_dict(scaler.state_dict())  # the control: one of its own with none left
+    assert scaler.state == kept and kept.hysteresis_left == 0
+
+
 def test_a_tracker_past_a_shortened_interval_still_grows() -> None:
     """With `==` in place of `>=`, the scale would never grow again."""
     scaler = LossScaler(DynamicScale(2.0, growth_interval=5))

@@ -139,9 +139,10 @@ class DynamicScale:
 
     def adopt(self, state: ScaleState) -> ScaleState:
         """Convert a state that another policy may have left into a state of this policy, inside its bounds."""
-        return replace(
-            state, scale=self._bounded(state.scale), hysteresis_left=min(state.hysteresis_left, self.hysteresis)
-        )
+        # Only a ConstantScale leaves all counts at 0: here, none are left behind an overflow alone.
+        has_counted = state.growth_tracker or state.hysteresis_left or state.skips_in_a_row
+        left = min(state.hysteresis_left, self.hysteresis) if has_counted else self.hysteresis
+        return replace(state, scale=self._bounded(state.scale), hysteresis_left=left)
 
     def _bounded(self, scale: float) -> float:
         return _fp32(min(max(scale, self.floor), self.max_scale))
