@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 import tomllib
 from dataclasses import replace
@@ -111,6 +112,23 @@ def test_numbers_have_names() -> None:
     assert scalars(ValidationRecord(3, 1.0)).keys() == {"validation/loss", "validation/bits_per_byte"}
     assert scalars(RECORD)["train/tokens"] == RECORD.tokens
     assert "train/mfu" not in scalars(RECORD) and "train/mfu" in scalars(replace(RECORD, mfu=0.5))
+
+
+def test_the_kept_id_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that was killed there left an empty file, and those that continued it had no id."""
+    kept = tmp_path / "wandb-id"
+
+    def killed(*files: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", killed)
+        trackers._kept_id(kept, lambda: "first")
+    assert not kept.exists()
+    kept.touch()  # as that was left by it
+    ids = iter(["second", "third"])
+    assert [trackers._kept_id(kept, lambda: next(ids)) for _ in range(2)] == ["second"] * 2
+    assert kept.read_text() == "second"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -14,7 +14,7 @@ import importlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -24,6 +24,7 @@ from typing import Any
 from zeroshard.errors import InvalidValue
 from zeroshard.io.logger import LOGGER
 from zeroshard.io.named import in_one_line, named
+from zeroshard.io.whole import write_whole
 from zeroshard.train.config import UserError
 from zeroshard.train.metrics import Observer, StepRecord, ValidationRecord, scalars
 
@@ -160,18 +161,15 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         self._client, self._metric = MlflowClient(), Metric
-        kept = about.folder / "mlflow-id"
-        is_new = not kept.exists()
-        self._run_id = _kept_id(kept, lambda: self._new_run(about.folder.name))
-        if is_new:
-            params = [Param(name, str(value)) for name, value in about.values.items() if str(value)]
-            self._client.log_batch(self._run_id, params=params)
+        params = [Param(name, str(value)) for name, value in about.values.items() if str(value)]
+        self._run_id = _kept_id(about.folder / "mlflow-id", lambda: self._new_run(about.folder.name, params))
 
-    def _new_run(self, name: str) -> str:
+    def _new_run(self, name: str, params: Sequence[Any]) -> str:
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "zeroshard")
         found = self._client.get_experiment_by_name(experiment)
         number = self._client.create_experiment(experiment) if found is None else found.experiment_id
         run_id: str = self._client.create_run(number, run_name=name).info.run_id
+        self._client.log_batch(run_id, params=params)
         return run_id
 
     def on_step(self, record: StepRecord | ValidationRecord) -> None:
@@ -186,7 +184,10 @@ class MLflow:
 
 
 def _kept_id(path: Path, new: Callable[[], str]) -> str:
-    """The id in a file of the run's folder, so that a resumed session continues the tracker's run."""
-    if not path.exists():
-        path.write_text(new(), encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+    """The id in a file of the run's folder, so that a resumed session continues the tracker's run. An empty file is
+    none."""
+    kept = path.read_text(encoding="utf-8") if path.exists() else ""
+    if not kept:
+        kept = new()
+        write_whole(path, kept)  # a session that is killed here leaves no empty file
+    return kept
