@@ -121,6 +121,17 @@ def test_a_cache_in_the_text_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(text)) == [".cache", "one.txt"]
 
 
+def test_a_user_without_a_home_names_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under any number: it ended with a traceback."""
+    (tmp_path / "text").write_text("word " * 100)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987_654_321)  # nobody's
+    with pytest.raises(UserError, match=r"home directory\. The tokens are kept there: name another folder by --data"):
+        prepare(DataConfig(path=str(tmp_path / "text")))
+    assert prepare(DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))).is_dir()
+
+
 def test_bad_paths(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no text at .*absent: expected a UTF-8 file or a folder"):
         prepare(data_at(tmp_path / "absent", tmp_path))

@@ -121,9 +121,10 @@ def test_the_kept_id_is_written_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     def killed(*files: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "replace", killed)
-        trackers._kept_id(kept, lambda: "first")
+        with pytest.raises(KeyboardInterrupt):
+            trackers._kept_id(kept, lambda: "first")
     assert not kept.exists()
     kept.touch()  # as that was left by it
     ids = iter(["second", "third"])

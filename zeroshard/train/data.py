@@ -242,4 +242,7 @@ def _map(path: Path, tokenizer: Tokenizer) -> Tokens:
 
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "zeroshard"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "zeroshard"
+    except RuntimeError as error:  # no HOME, and the user of the process is not in the list of users
+        raise UserError(f"{error} The tokens are kept there: name another folder by --data.cache") from None
