@@ -220,6 +220,29 @@ def test_a_worker_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None
     run_ranks(check, 1)
 
 
+def test_a_save_that_has_begun_is_known_if_the_call_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Control-C: nobody waited for it then, and its error was lost."""
+
+    def check(rank: int) -> None:
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        def fails(file: int) -> None:
+            raise OSError("the disk is gone")
+
+        handle = zeroshard.shard(nn.Linear(2, 2), "ddp")
+        monkeypatch.setattr(files, "sync", fails)
+        monkeypatch.setattr(sys.modules[Saving.__module__], "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            zeroshard.save(tmp_path, handle, step=1, background=True)
+        with pytest.raises(zeroshard.CheckpointError, match="the disk is gone"):
+            handle.close()
+
+    run_ranks(check, 1)
+
+
 SCRIPT = """
 import pathlib, sys, threading, time, torch, zeroshard
 from zeroshard.checkpoint import files

@@ -174,11 +174,11 @@ def save(
     engine.expect_known_parameters(also_added=False)
     job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
     saving = Saving(step, job.run)
+    if background:
+        engine.background = saving  # before it begins: an interrupt may end this call at any time from then on
     saving.start(background=background)
     rank, how = engine.collectives.mesh.world.rank, "is being saved" if background else "is saved"
     tell(rank, "step %d %s in %s", step, how, directory)
-    if background:
-        engine.background = saving
     return saving
 
 
