@@ -400,6 +400,27 @@ def test_forward_alone_inside_unsharded_needs_no_agreement(rank: int) -> None:
         model[0](batch(rank, 0)).sum().backward()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@on_ranks(2)
+def test_a_scope_behind_a_backward_that_left_all_out_on_one_rank(rank: int, trains: bool) -> None:
+    """Under `no_sync`: that rank alone agreed on the change, and the others were at the scope's weights."""
+    for plan in (zeroshard.DDP, zeroshard.ZERO2):  # under ZeRO-3 the backward gathers
+        model = build()
+        model[2].requires_grad_(not trains)
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        with handle.no_sync():
+            loss = model(batch(rank, 0)).sum()
+            (loss.detach().requires_grad_() if rank else loss).backward()
+        model[2].requires_grad_(trains)
+        with handle.unsharded():
+            assert handle.engine.freezing.num_changes == 0
+        optimizer.zero_grad()
+        with handle.unsharded():  # here all of them follow
+            model(batch(rank, 1)).sum().backward()
+            assert (model[2].weight.grad is not None) is trains
+
+
 @on_ranks(2)
 def test_a_loop_inside_unsharded_follows(rank: int) -> None:
     """Entering the block is collective: there the ranks agree, as a forward inside cannot. The step once raised that

@@ -343,10 +343,10 @@ class Engine(NotCopied):
             )
 
     def before_scope(self) -> Self:
-        """Called before each `unsharded`: inside, a forward cannot agree on which parameters train. Returns the engine,
-        which may have a new gatherer then."""
+        """Called before each `unsharded`, inside of which no forward can agree on what trains. Returns the engine."""
         in_use = any(unit.weights.in_use for unit in self.units)
-        if torch.is_grad_enabled() and not in_use and not in_backward() and not self.has_gradients():
+        has_changed = torch.is_grad_enabled() and not in_use and not in_backward() and self.freezing.has_changed()
+        if has_changed and not self.collectives.count(self.has_gradients(), "a change of requires_grad"):  # as in park
             self.unfreeze()
         return self
 
