@@ -127,7 +127,7 @@ def test_a_user_without_a_home_names_a_cache(tmp_path: Path, monkeypatch: pytest
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654_321)  # nobody's
-    with pytest.raises(UserError, match=r"home directory\. The tokens are kept there: name another folder by --data"):
+    with pytest.raises(UserError, match="no home folder to keep the tokens in: name another one by"):
         prepare(DataConfig(path=str(tmp_path / "text")))
     assert prepare(DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))).is_dir()
 

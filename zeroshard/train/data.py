@@ -245,4 +245,4 @@ def _user_cache() -> Path:
     try:
         return (Path(base) if base else Path.home() / ".cache") / "zeroshard"
     except RuntimeError as error:  # no HOME, and the user of the process is not in the list of users
-        raise UserError(f"{error} The tokens are kept there: name another folder by --data.cache") from None
+        raise UserError(f"no home folder to keep the tokens in: name another one by --data.cache ({error})") from None
