@@ -314,6 +314,8 @@ def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
     plain |= {"f8": torch.randn(3, 5).to(torch.float8_e4m3fn), "u16": torch.arange(5).to(torch.uint16)}
     plain |= {"turned": torch.randn(4, 6).t(), "last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
     plain |= {"empty": torch.empty(0, 4), "number": torch.tensor(2.5), "view": torch.randn(9)[2:5]}
+    number = torch.randn(4, 6, dtype=torch.complex64)
+    plain |= {"conjugate": number.conj(), "adjoint": number.mH, "negative": torch._neg_view(torch.randn(5))}
     plain |= {"many": torch.randn(2, 2, 64, 64, 32)}  # the product of its strides is larger than any size
     dcp.save({"model": plain}, checkpoint_id=tmp_path / "plain", no_dist=True)
     for folder in ("sharded", "plain"):
@@ -329,7 +331,10 @@ def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:
         step = import_dcp(tmp_path / folder, tmp_path / "run", step=len(folder)).path
         zeroshard.verify(step)
     found = read_all(tmp_path / "run" / "step-5")
-    assert same_bits({n: found[f"model/{n}"] for n in plain}, {n: v.contiguous() for n, v in plain.items()})
+    assert same_bits(
+        {n: found[f"model/{n}"] for n in plain},
+        {n: v.resolve_conj().resolve_neg().contiguous() for n, v in plain.items()},
+    )
 
 
 # Enemies --------------------------------------------------------------------------------------------------------------
@@ -519,6 +524,9 @@ def test_hostile_slices(tmp_path: Path) -> None:
     dcp.save(values, checkpoint_id=folder, no_dist=True)
     assert import_dcp(folder, tmp_path / "valid", step=0).left_out == ()
     metadata = pickle.loads((folder / ".metadata").read_bytes())
+    negative = io.BytesIO()
+    torch.save(torch._neg_view(values["model"]["a"]), negative)
+    with_marks = zipfile.ZipFile(negative).read("archive/data.pkl")
     torch.save(values["model"]["a"], memory)
     whole = memory.getvalue()
     pickled = zipfile.ZipFile(memory).read("archive/data.pkl")
@@ -542,6 +550,9 @@ def test_hostile_slices(tmp_path: Path) -> None:
         "huge strides": with_pickle(b"K\x03K\x01\x86", b"K\x03\x8a\x09" + b"\xff" * 8 + b"\x00\x86"),
         "another key": with_pickle(b"X\x01\x00\x00\x000", b"X\x01\x00\x00\x007"),
         "a path as key": with_pickle(b"X\x01\x00\x00\x000", b"X\x05\x00\x00\x00../.."),
+        "another mark": changed_archive(whole, data_pkl=with_marks.replace(b"neg", b"new")),
+        "marks that are no dict": changed_archive(whole, data_pkl=with_marks[: with_marks.index(b"}")] + b"K\x07tR."),
+        "marks of no name": changed_archive(whole, data_pkl=with_marks.replace(b"X\x03\0\0\0neg", b"K\x07")),
         "another function": with_pickle(b"ctorch._utils\n_rebuild_tensor_v2", b"cposix\nsystem"),
     }
     repeated = b"".join(b"](" + b"h%c" % i * 10 + b"eq%c" % (i + 1) for i in range(30))

@@ -64,12 +64,14 @@ _IN_VALUES = {
 
 @dataclass(frozen=True)
 class _Strided:
-    """Where the elements of a box lie in its file: `offset` in bytes, the rest in elements."""
+    """Where the elements of a box lie in its file: `offset` in bytes, the rest in elements. `marks`: "conj" and "neg",
+    if what lies there is the conjugate, or the negative, of the values."""
 
     offset: int
     numel: int
     start: int
     strides: tuple[int, ...]
+    marks: frozenset[str]
 
 
 _OF_DAMAGE = (
@@ -124,8 +126,8 @@ class DcpFolder(OpenFiles):
         values = torch.empty(part.numel, dtype=tensor.dtype, device="cpu")
         for box, interval, place in zip(tensor.boxes, tensor.intervals or (), held, strict=True):
             if common := interval & part:
-                start = place.offset + (place.start + common.start - interval.start) * tensor.dtype.itemsize
-                self._fill(box.slice.file, values[common.relative_to(part.start).slice], start)
+                start = place.start + common.start - interval.start
+                self._fill(box.slice.file, values[common.relative_to(part.start).slice], place, start)
         return values
 
     def _assembled(self, tensor: Boxed, places: list[_Strided]) -> Tensor:
@@ -134,7 +136,7 @@ class DcpFolder(OpenFiles):
         seen = torch.zeros(tensor.shape, dtype=torch.bool, device="cpu")
         for box, place in zip(tensor.boxes, places, strict=True):
             storage = torch.empty(place.numel, dtype=tensor.dtype, device="cpu")
-            self._fill(box.slice.file, storage, place.offset)
+            self._fill(box.slice.file, storage, place, 0)
             where = tuple(slice(first, first + size) for first, size in zip(box.offsets, box.sizes, strict=True))
             values[where] = storage.as_strided(box.sizes, place.strides, place.start)
             seen[where] = True
@@ -142,11 +144,16 @@ class DcpFolder(OpenFiles):
             refuse(f"{self.folder}: the boxes of a tensor overlap, or leave a gap")
         return values.reshape(-1)
 
-    def _fill(self, name: str, values: Tensor, offset: int) -> None:
+    def _fill(self, name: str, values: Tensor, place: _Strided, first: int) -> None:
+        """Read the elements from number `first` on."""
         with reading(self.folder / name):
-            files.fill(self._file(name), bytes_of(values), offset)
+            files.fill(self._file(name), bytes_of(values), place.offset + first * values.element_size())
         if not are_defined(values):
             refuse(f"{self.folder / name}: bytes that are neither true nor false")
+        if "conj" in place.marks:
+            torch.conj_physical_(values)
+        if "neg" in place.marks:
+            values.neg_()
 
     def _place(self, box: Box, dtype: torch.dtype) -> _Strided:
         with self._reading(box.slice) as archive:
@@ -157,7 +164,7 @@ class DcpFolder(OpenFiles):
             parts = storage.id if isinstance(storage, Persistent) else None
             if not isinstance(parts, tuple) or len(parts) != 5 or not isinstance(parts[1], Name):
                 refuse("a tensor without a storage")
-            named = made.args[6] if len(made.args) > 6 else None
+            named, *marks = [*([None] if made.of == _REBUILD[0] else ()), *made.args[6:]] or [None]
             stored = DTYPES_BY_NAME.get(named.text) if isinstance(named, Name) else None
             stored = stored or _STORAGES.get(parts[1].text.removeprefix("torch.").removesuffix("Storage"))
             if stored != dtype or shape != box.sizes:
@@ -171,7 +178,7 @@ class DcpFolder(OpenFiles):
             last = start + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
             if num_bytes % dtype.itemsize or last >= numel:
                 refuse(f"{num_bytes} bytes for a tensor of {dtype} that ends at element {last}")
-            return _Strided(box.slice.offset + offset, numel, start, strides)
+            return _Strided(box.slice.offset + offset, numel, start, strides, _marks(marks, dtype))
 
     @contextmanager
     def _reading(self, of: Slice) -> Iterator[_Archive]:
@@ -279,6 +286,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _marks(given: Sequence[Any], dtype: torch.dtype) -> frozenset[str]:
+    """Those of a tensor that is a conjugate or negative view: the last argument of its pickle, a dict."""
+    found = [name for marks in given for name, is_set in typed(marks, dict, "marks of a tensor").items() if is_set]
+    if not {*found} <= {"conj", "neg"} or (found and not (dtype.is_complex or dtype.is_floating_point)):
+        refuse(f"a tensor of {dtype} with the marks {short(tuple(found))}")
+    return frozenset(found)
 
 
 def _in_order(box: Box, place: _Strided) -> bool:
