@@ -208,6 +208,9 @@ DETACHED: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "detached": lambda weight: weight.detach(),
     "data": lambda weight: weight.data[2:5],
     "transposed": lambda weight: weight.t().detach(),
+    "in halves": lambda weight: weight.detach().view(torch.int16)[1:, 3:],
+    "conjugate": lambda weight: torch.view_as_complex(weight.detach().view(-1, WIDTH // 2, 2))[1:].conj(),
+    "negative": lambda weight: torch.view_as_complex(weight.detach().view(-1, WIDTH // 2, 2)).conj().imag,
 }
 
 
@@ -241,6 +244,10 @@ class Keeps(Block):
         return super().forward(x)
 
 
+def sum_of_cubes(view: Tensor) -> Tensor:
+    return view.double().pow(3).sum() if not view.is_complex() else view.cdouble().pow(3).sum()
+
+
 def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
     with travelling(way):
         model = make(lambda: nn.ModuleList(Keeps(how, where) for _ in range(BLOCKS)))
@@ -251,7 +258,7 @@ def losses_of_kept(plan: str, how: str, where: str, way: str) -> list[float]:
             for block in model:
                 x = block(x, into)
             kept = [*into.values()] or [(block.kept or block.seen[-1:] or [*block.buffers()])[0] for block in model]
-            losses.append((x.square().mean() + sum(one.square().sum() for one in kept)).item())
+            losses.append((x.square().mean() + sum(sum_of_cubes(one) for one in kept)).item())
             optimizer.backward(x.square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -272,7 +279,8 @@ KEPT_WHERE = ["attribute", "attribute, once", "buffer", "input", "hook"]
 @pytest.mark.parametrize("where", KEPT_WHERE)
 @on_ranks(2)
 def test_kept_weights_that_autograd_does_not_follow(rank: int, where: str) -> None:
-    """Where ranks share no memory, they had the values of other units, in silence."""
+    """Where ranks share no memory, they had the values of other units, in silence; and those of the first step, if they
+    are of another dtype, or negative."""
     for number, how in enumerate(DETACHED, KEPT_WHERE.index(where)):
         expected, *found = [losses_of_kept(plan, how, where, way) for plan, way in ways_of(number)]
         assert all(one == expected for one in found), how

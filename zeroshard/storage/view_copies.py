@@ -19,13 +19,24 @@ NumberOf = Callable[[int], int]
 
 @dataclass
 class _Copy:
-    """Of which elements of a parameter; `number`: the version of the parameter that it has the values of."""
+    """Of which part of a parameter: `offset` in bytes, and `strides` in elements of the copy's dtype, which may be
+    another one (`view_as_complex`). `number`: the version of the parameter that it has the values of."""
 
     tensor: weakref.ref[Tensor]
     slot: int
     strides: tuple[int, ...]
     offset: int
+    is_conj: bool
+    is_neg: bool
     number: int
+
+    def values_in(self, parameter: Tensor, like: Tensor) -> Tensor:
+        """The view. `like`: the copy."""
+        storage = parameter.untyped_storage()
+        first = (parameter.data_ptr() - storage.data_ptr() + self.offset) // like.element_size()
+        view = like.new_empty(0).set_(storage, first, like.size(), self.strides)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
 
 
 class ViewCopies:
@@ -37,9 +48,9 @@ class ViewCopies:
     def add(self, view: Tensor, copy: Tensor, parameters: Sequence[nn.Parameter], number_of: NumberOf) -> None:
         """The parameters are here."""
         slot = next((index for index, parameter in enumerate(parameters) if _begins_in(view, parameter)), None)
-        if slot is not None and view.dtype is parameters[slot].dtype:
-            offset = int(view.storage_offset() - parameters[slot].storage_offset())
-            self._copies.append(_Copy(weakref.ref(copy), slot, view.stride(), offset, number_of(slot)))
+        if slot is not None:
+            offset, marks = view.data_ptr() - parameters[slot].data_ptr(), (view.is_conj(), view.is_neg())
+            self._copies.append(_Copy(weakref.ref(copy), slot, view.stride(), offset, *marks, number_of(slot)))
 
     def renew(self, parameters: Sequence[nn.Parameter], number_of: NumberOf) -> None:
         """The parameters are here again."""
@@ -49,10 +60,9 @@ class ViewCopies:
         self._copies = [copy for copy, _ in alive]
         for copy, tensor in alive:
             if (number := number_of(copy.slot)) != copy.number:
-                copy.number, parameter = number, parameters[copy.slot].detach()
-                first = parameter.storage_offset() + copy.offset
+                copy.number = number
                 with torch.no_grad():
-                    tensor.copy_(parameter.as_strided(tensor.size(), copy.strides, first))
+                    tensor.copy_(copy.values_in(parameters[copy.slot], tensor))
 
 
 def _begins_in(view: Tensor, parameter: Tensor) -> bool:
