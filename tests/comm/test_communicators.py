@@ -383,5 +383,11 @@ def test_an_environment_that_is_none_of_a_rank_is_refused(given: str, monkeypatc
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert launched() == (1, 2)
+    for name in ("RANK", "WORLD_SIZE"):  # one alone: each process would train alone, where torch raises
+        with monkeypatch.context() as without:
+            without.delenv(name)
+            with pytest.raises(ValueError, match=rf"found (.*, )?{name}=, "):
+                launched()
     monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
     assert launched() is None

@@ -486,6 +486,13 @@ def test_hostile_indices_made_by_hand(tmp_path: Path) -> None:
         refused(source, tmp_path)
     write(("1", "1.safetensors"))  # without 2.safetensors it is another, complete model
     import_model(source, tmp_path / "valid", step=1)
+    single = source / "model.safetensors"
+    single.write_bytes(file_of({"1": entry()}, bytes(8)))
+    assert "has both model.safetensors and" in refused(source, tmp_path)  # transformers would read it
+    import_model(single, tmp_path / "valid", step=2)
+    write(("1", "model.safetensors"))
+    import_model(source, tmp_path / "valid", step=3)
+    single.unlink()
     write(("1", "1.safetensors"), ("3", "1.safetensors"))
     assert "do not agree" in refused(source, tmp_path)
     for text in ("", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"1": "1.safetensors"}', "[" * 100_000):

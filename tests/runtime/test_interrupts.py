@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from zeroshard.step.flat_state import FlatState
 from zeroshard.storage.buffer import FlatBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
+from zeroshard.storage.pool import Kind, Pool, PoolBuffer
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Weights
 from zeroshard.testing import run_ranks
@@ -163,13 +165,14 @@ def test_an_interrupted_close_goes_on_when_it_is_called_again() -> None:
     run_ranks(in_turn(check, [("zero1", "bf16"), ("zero3", "bf16"), ("ddp", "fp32")]), 1)
 
 
-def interrupted_at(number: int, work: Callable[[], object]) -> bool:
-    """Whether the work has come to line `number` of the engine's, where it is interrupted."""
+def interrupted_at(number: int, work: Callable[[], object], *files: str) -> bool:
+    """Whether the work has come to line `number` of the engine's, where it is interrupted. `files`: to count in."""
+    files = files or ("parking.py", "weights.py", "buffer.py", "absent.py", "engine.py")
     count = 0
 
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal count
-        if not frame.f_code.co_filename.endswith(("parking.py", "weights.py", "buffer.py", "absent.py", "engine.py")):
+        if not frame.f_code.co_filename.endswith(files):
             return None
         if event == "line" and number == (count := count + 1):
             raise KeyboardInterrupt
@@ -183,6 +186,25 @@ def interrupted_at(number: int, work: Callable[[], object]) -> bool:
     finally:
         sys.settrace(None)
     return False
+
+
+class Vacates:
+    def vacate(self, buffer: PoolBuffer) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", ["ring", "scratch"])
+def test_a_pool_buffer_that_is_given_back_by_half_has_memory_when_it_is_used(kind: Kind) -> None:
+    """One of gathered weights was held without memory: the next gather wrote to address 0."""
+    pool = Pool(SimpleNamespace(device=torch.device("cpu"), transport=SimpleNamespace(memory=None)), None)  # type: ignore[arg-type]
+    buffer = pool.buffer(kind, 64, Vacates())
+    for at in range(1, 100):
+        buffer.tensor(16, torch.float32)
+        is_over = not interrupted_at(at, buffer.give_back, "pool.py")
+        assert buffer.tensor(16, torch.float32).untyped_storage().nbytes() == 64, at
+        if is_over:
+            break
+    assert 3 < at < 20
 
 
 @on_ranks(1)

@@ -139,7 +139,7 @@ def launched() -> tuple[int, int] | None:
     Raises:
         ValueError: what it has given is no such pair, or does not tell where rank 0 is.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     try:

@@ -136,7 +136,7 @@ def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFil
 
     Raises:
         CheckpointError: files are missing; the index names files outside of its folder, or does not agree with their
-            contents.
+            contents; there is a file beside it that is a model of its own.
     """
     index = path / INDEX
     if path.is_file() or not index.is_file():
@@ -145,6 +145,8 @@ def open_model(path: Path, *, follow_links: bool = False) -> dict[str, TensorFil
     opened: dict[str, TensorFile] = {}
     try:
         file_of = _index(index, follow_links=follow_links)
+        if (path / SINGLE).exists() and SINGLE not in file_of.values():
+            refuse(f"{path} has both {SINGLE} and {INDEX}, which names other files: remove the one that is old")
         for name in sorted(set(file_of.values())):
             opened[name] = TensorFile(path / name, follow_links=follow_links)
         for name, of_file in opened.items():

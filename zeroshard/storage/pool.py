@@ -148,10 +148,11 @@ class PoolBuffer:
             # One storage for good, as autograd holds views of it: see [Note: storage that autograd holds] in
             # `weights.py`.
             self._emptied = self._bytes
-            self._emptied.untyped_storage().resize_(0)
         else:
             self._tensors.clear()  # these views would keep the memory; those of the user stay valid
-        self._bytes = self.occupant = None
+        self._bytes = self.occupant = None  # before the memory goes: if this is interrupted, it is taken again
+        if self._emptied is not None:
+            self._emptied.untyped_storage().resize_(0)
         if self._segment is not None:
             self._segment.give_back()
 
