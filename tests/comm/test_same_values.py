@@ -7,7 +7,7 @@ error. Now the ranks compare a digest of each tensor before anything is written.
 from __future__ import annotations
 
 import re
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +179,17 @@ def test_a_digest_sees_a_change_of_any_bit(dtype: torch.dtype, monkeypatch: pyte
         after = before.clone()
         after[at] ^= 1 << bit
         assert same.digest(after.view(dtype)) != same.digest(before.view(dtype)), (at, bit)
+
+
+def test_a_digest_sees_changes_of_several_words() -> None:
+    """Some cancelled: two signs of float64 always, and of masks and permutations those that differ by chance."""
+    wide, signs = torch.randn(8, 8, dtype=torch.float64), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    changed = wide.clone()
+    changed[1, 3], changed[7, 5] = -wide[1, 3], -wide[7, 5]
+    for one, other in ((wide, -wide), (wide, changed), (wide.cdouble(), -wide.cdouble()), (signs, -signs)):
+        assert same.digest(one) != same.digest(other)
+    generator = torch.Generator().manual_seed(0)
+    masks = [torch.rand(16, generator=generator) < 0.5 for _ in range(300)]
+    for values in ([torch.tensor(order) for order in permutations(range(6))], masks):
+        different = {tuple(value.tolist()) for value in values}
+        assert len({same.digest(value) for value in values}) == len(different)

@@ -19,7 +19,8 @@ from zeroshard.io.values import encode
 SHOWN = 5
 """How many names an error message lists."""
 _CHUNK = 1 << 20
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
+_STEP, _MIXED, _MIXED_AGAIN = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, instead: str) -> None:
@@ -114,21 +115,26 @@ def _of_tensor(tensor: Tensor) -> str:
 
 
 def digest(tensor: Tensor) -> int:
-    """A checksum of the bytes and their positions: words times odd numbers, so that every change of a single word
-    changes it. Needs 16 MB temporarily."""
-    words = (
-        tensor.detach()
-        .resolve_conj()
-        .resolve_neg()
-        .contiguous()
-        .view(-1)
-        .view(_INTEGERS.get(tensor.element_size(), torch.uint8))
-    )
+    """A checksum of the bytes and their positions: words of at most 32 bits times odd numbers of 64, one for each
+    position. A change of one word always changes it, and others by all but one chance in 2^31. (Words of 64 bits would
+    not do: changed signs of two of them are the same number twice, 2^63, whatever they are multiplied by. Nor would
+    small numbers: small words, as those of masks and permutations, have many sums in common.) Needs 16 MB temporarily.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    words = dense.view(-1).view(_INTEGERS.get(dense.element_size(), torch.int32))
+    odd = _odd_numbers(min(words.numel(), _CHUNK), words.device)
     total = 0
     for piece in torch.split(words, _CHUNK):
-        odd = torch.arange(piece.numel(), device=piece.device).mul_(2).add_(1)
-        total = (total * 31 + int((piece.to(torch.int64) * odd).sum())) % 2**64
+        total = (total * _MIXED + int(piece.to(torch.int64).mul_(odd[: piece.numel()]).sum())) % 2**64
     return total
+
+
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """int64 [count], the same on every device: the positions, with their bits mixed (as SplitMix64 does)."""
+    numbers = torch.arange(1, count + 1, device=device).mul_(_STEP)
+    for factor, shift in ((_MIXED, 30), (_MIXED_AGAIN, 27)):
+        numbers.bitwise_xor_(numbers >> shift).mul_(factor)
+    return numbers.bitwise_xor_(numbers >> 31).bitwise_or_(1)
 
 
 def expect_writable(buffers: Mapping[str, Tensor]) -> None:
