@@ -479,6 +479,20 @@ def test_hostile_metadata_made_by_hand(fsdp: Path, tmp_path: Path) -> None:
         refused(folder, tmp_path)
 
 
+def test_a_small_file_is_no_large_tensor(tmp_path: Path) -> None:
+    """By a stride of 0, one stored number could be the elements of a tensor of any size."""
+    folder, size = tmp_path / "dcp", torch.Size([1 << 24])
+    dcp.save({"model": {"a": torch.zeros(1)}}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["model.a"]
+    entry.size = entry.chunks[0].sizes = size
+    for info in metadata.storage_data.values():
+        torch.save(torch.zeros(1).expand(size), folder / info.relative_path)
+        info.offset, info.length = 0, (folder / info.relative_path).stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert f"has a box of {1 << 24} elements in a slice of" in refused(folder, tmp_path)
+
+
 class AsPython3110(pickle.Pickler):
     """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
 

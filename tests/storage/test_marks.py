@@ -13,7 +13,9 @@ from torch import Tensor
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.layout.interval import Interval
+from zeroshard.precision import NAMED
 from zeroshard.storage import main_weights, marks
+from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.marks import COLUMNS, Marks, mark_of
 from zeroshard.testing import run_ranks
 
@@ -130,6 +132,24 @@ def looks(num_steps: int, written: int) -> list[int]:
 
 
 @pytest.mark.by_cpu
+@pytest.mark.parametrize("way", ["set", "written"])
+def test_the_weights_of_the_last_step_may_be_put_back_over_others(way: str) -> None:
+    """The mark of the step is that of weights which are not those of main any more."""
+    whole = Interval(0, 8)
+    main = MainWeights(whole, torch.zeros(8, dtype=torch.bfloat16), NAMED["bf16"], exposed=True)
+    for _ in range(2):
+        main.read(whole).fill_(1.001)
+        main.write(whole, in_step=True)
+    of_step = main.weights.clone()
+    if way == "set":
+        main.set(whole, torch.full((8,), 2.0))
+    else:
+        main.read(whole).fill_(2.0)
+        main.write(whole)
+    main.weights.copy_(of_step)
+    assert torch.equal(main.read(whole), of_step.float())
+
+
 def test_weights_are_compared_only_where_something_was_written() -> None:
     first, second, third, fourth, fifth, sixth = run_ranks(lambda rank: looks(6, 3), 2)[0]
     assert first >= second and third == 0  # pieces are new in the first step
