@@ -399,6 +399,15 @@ def test_code_in_pickles_is_not_run(fsdp: Path, tmp_path: Path) -> None:
             trace.unlink()
 
 
+def moved_rows(metadata: Any, first: int) -> None:
+    """Rows 3 to 6 of a matrix are said to begin elsewhere, so that others are left out."""
+    box, name = metadata.state_dict_metadata["model.mix.weight"].chunks[1], "model.mix.weight"
+    assert tuple(box.offsets) == (3, 0)
+    slice_ = metadata.storage_data.pop(MetadataIndex(name, box.offsets, 1))
+    box.offsets = torch.Size([first, 0])
+    metadata.storage_data[MetadataIndex(name, box.offsets, 1)] = slice_
+
+
 def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
     """Changes of the metadata, made by hand, that need no code: (description, function)."""
 
@@ -422,6 +431,7 @@ def changes(tmp_path: Path) -> Iterator[tuple[str, Callable[[Metadata], Any]]]:
     yield "no boxes", lambda m: entry(m).chunks.clear()
     yield "a box twice", lambda m: entry(m).chunks.append(entry(m).chunks[0])
     yield "a box elsewhere", lambda m: setattr(entry(m).chunks[0], "offsets", torch.Size([1, 0]))
+    yield "rows that overlap", lambda m: moved_rows(m, 2)
     yield "a box that is larger", lambda m: setattr(entry(m).chunks[0], "sizes", torch.Size([6, 6]))
     yield "dtype", lambda m: setattr(entry(m).properties, "dtype", torch.float64)
     yield "dtype none", lambda m: setattr(entry(m).properties, "dtype", torch.quint8)

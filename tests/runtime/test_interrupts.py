@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,15 @@ from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
 from zeroshard.full_model import give_back
+from zeroshard.layout.layout import BufferLayout
+from zeroshard.placement import SHARDED
 from zeroshard.runtime import hooks, needs, schedule
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.life import Life
 from zeroshard.runtime.plain_model import PlainModel
 from zeroshard.step.flat_state import FlatState
 from zeroshard.storage.buffer import FlatBuffer
+from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.storage.gradients import Gradients
 from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.pool import Kind, Pool, PoolBuffer
@@ -193,10 +197,14 @@ class Vacates:
         return True
 
 
+def new_pool() -> Pool:
+    return Pool(SimpleNamespace(device=torch.device("cpu"), transport=SimpleNamespace(memory=None)), None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["ring", "scratch"])
 def test_a_pool_buffer_that_is_given_back_by_half_has_memory_when_it_is_used(kind: Kind) -> None:
     """One of gathered weights was held without memory: the next gather wrote to address 0."""
-    pool = Pool(SimpleNamespace(device=torch.device("cpu"), transport=SimpleNamespace(memory=None)), None)  # type: ignore[arg-type]
+    pool = new_pool()
     buffer = pool.buffer(kind, 64, Vacates())
     for at in range(1, 100):
         buffer.tensor(16, torch.float32)
@@ -205,6 +213,29 @@ def test_a_pool_buffer_that_is_given_back_by_half_has_memory_when_it_is_used(kin
         if is_over:
             break
     assert 3 < at < 20
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_gradients_that_have_moved_by_half_are_still_theirs(way: str) -> None:
+    """Into an idle pool buffer, or out of it: then another unit takes the buffer."""
+    layout = BufferLayout.pack([("weight", (400,))], 2)
+    for at in range(1, 100):
+        shard = GradientBuffer(layout, 0, torch.float32, SHARDED, partial(torch.empty, dtype=torch.uint8))
+        shard.hold()
+        expected = shard.shard.copy_(torch.arange(layout.shard_numel).float()).clone()
+        pool = new_pool()
+        buffer = pool.buffer("buckets", 4096, Vacates())
+        lodge = partial(buffer.lodge, shard, 64)
+        if way == "out":
+            lodge()
+        work = lodge if way == "in" else buffer.send_away
+        is_over = not interrupted_at(at, work, "pool.py", "gradient_buffer.py")
+        buffer.occupy("another")
+        buffer.storage.fill_(255)
+        assert torch.equal(shard.shard, expected), at
+        if is_over:
+            break
+    assert 8 < at < 40
 
 
 @on_ranks(1)

@@ -99,6 +99,26 @@ def _note(seen: dict[str, int], name: str, grad: Tensor) -> None:
     seen[name] = grad.data_ptr()
 
 
+def test_gradients_of_a_hook_that_are_negative_views_are_clipped_and_stepped() -> None:
+    """torch's operations on several tensors refuse these in place."""
+
+    def check(rank: int) -> None:
+        found = []
+        for is_negative in (False, True):
+            model = Odd()
+            handle = zeroshard.shard(model, zeroshard.ZERO2)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+            for parameter in (p for p in model.parameters() if p.requires_grad and is_negative):
+                parameter.register_hook(lambda grad: torch._neg_view(-grad))
+            optimizer.backward(loss_of(model, tokens(0)))
+            optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+            found.append(handle.full_state_dict())
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+    run_ranks(check, 1)
+
+
 class Joined(nn.Module):
     """Three gradients are parts of one tensor, which is the gradient of an output as well; that of `alone` is not."""
 
