@@ -21,6 +21,7 @@ from tests.grids import EVERYTHING
 from tests.kit import NUM_RANKS, PLANS
 from tests.patience import HANG
 from tests.together import on_ranks
+from zeroshard.comm.samples import Samples
 from zeroshard.step import same_gradients
 from zeroshard.testing import RankError, run_ranks
 
@@ -449,6 +450,18 @@ def test_gradients_that_nobody_averages(num_ranks: int) -> None:
     assert "DistributedDataParallel" in local
     assert "parameter number 3 has one on rank 0, and none on rank 1" in missing
     assert fine == ""
+
+
+def test_samples_with_other_signs_have_another_digest() -> None:
+    """Of float64, two signs cancelled."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        found = set()
+        for changed in ([], [0, 1], [1, 3], range(16)):
+            values, samples = torch.arange(1.0, 17.0, dtype=dtype), Samples(torch.device("cpu"))
+            values[list(changed)] *= -1
+            samples.take(0, "unit", values)
+            found.add(int(samples.digest()))
+        assert len(found) == 4, dtype
 
 
 def test_each_gradient_is_compared_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

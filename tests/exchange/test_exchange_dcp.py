@@ -503,6 +503,27 @@ def test_a_small_file_is_no_large_tensor(tmp_path: Path) -> None:
     assert f"has a box of {1 << 24} elements in a slice of" in refused(folder, tmp_path)
 
 
+def test_columns_that_overlap_are_refused(tmp_path: Path) -> None:
+    """They leave a gap, whose values would be what has been in memory before."""
+    folder, name = tmp_path / "dcp", "model.a"
+    dcp.save({"model": {"a": torch.zeros(4, 2)}}, checkpoint_id=folder, no_dist=True)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    entry, (info,) = metadata.state_dict_metadata[name], metadata.storage_data.values()
+    shutil.copy(folder / info.relative_path, folder / "other")
+    second = type(info)("other", info.offset, info.length)
+
+    def write(at: int) -> None:
+        entry.size, first = torch.Size([4, 4]), entry.chunks[0]
+        entry.chunks = [first, type(first)(torch.Size([0, at]), torch.Size([4, 2]))]
+        metadata.storage_data = {MetadataIndex(name, [0, 0], 0): info, MetadataIndex(name, [0, at], 1): second}
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    write(2)
+    import_dcp(folder, tmp_path / "valid", step=0)
+    write(1)
+    assert "the boxes of a tensor overlap, or leave a gap" in refused(folder, tmp_path)
+
+
 class AsPython3110(pickle.Pickler):
     """Writes members of enums as Python 3.11.0 to 3.11.3 do."""
 

@@ -34,7 +34,7 @@ class Samples:
 
     def __init__(self, device: torch.device) -> None:
         self._rows = torch.zeros(_LIMIT + _OF_MEANS, _ROW_BYTES, dtype=torch.uint8, device=device)
-        generator, size = torch.Generator().manual_seed(0), (_LIMIT + _OF_MEANS, _ROW_BYTES // 8)
+        generator, size = torch.Generator().manual_seed(0), (_LIMIT + _OF_MEANS, _ROW_BYTES // 4)
         factors = torch.randint(-(1 << 62), 1 << 62, size, generator=generator, device="cpu")
         self._factors = (factors * 2 + 1).to(device)
         self._products = torch.empty_like(self._factors)
@@ -74,8 +74,9 @@ class Samples:
         return self._places[key]
 
     def digest(self) -> Tensor:
-        """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples."""
-        total = torch.mul(self._rows.view(torch.int64), self._factors, out=self._products).sum()
+        """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples. (Not of
+        words of 64 bits: their highest bits, the signs of float64, are the same in all products, and two cancel.)"""
+        total = torch.mul(self._rows.view(torch.int32), self._factors, out=self._products).sum()
         return (total >> 16) & _MASK
 
     def listing(self) -> Listing:

@@ -94,8 +94,7 @@ class Unit:
         """Make a frozen unit trainable. Main starts with the values of the weights."""
         self.spec = replace(self.spec, trainable=True)
         self._hold_main_and_gradients(collectives)
-        # `clone`: `set` writes the rounded value back to the weights while it reads them.
-        self.main.set(self.main.interval, self.main.weights.clone())
+        self.main.set(self.main.interval, self.main.weights)
 
     def freeze(self) -> None:
         """Undo `unfreeze`, also half of it."""
