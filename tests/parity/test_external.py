@@ -130,22 +130,25 @@ def test_sparse_gradients_are_torchs(rank: int) -> None:
     assert same_bits(trained(lambda m: zeroshard.ShardedOptimizer(m.parameters(), torch.optim.SGD, **options)), plain)
 
 
+@pytest.mark.parametrize("by", ["DDP", "nobody"])
 @on_ranks(2)
-def test_clips_in_a_row_act_on_sparse_gradients_too(rank: int) -> None:
-    """What a second clip found had not been clipped by the first one where it is sparse, in silence."""
+def test_clips_in_a_row_act_on_sparse_gradients_too(rank: int, by: str) -> None:
+    """What a second clip found had not been clipped by the first one where it is sparse, in silence. `by`: who reduces
+    them: DDP leaves each row once, autograd once for each use."""
     for calls in ([("norm", 1.0), ("norm", 0.5)], [("value", 0.1), ("norm", 0.5)], [("norm", 1.0), ("value", 0.1)] * 2):
         weights, norms = [], []
         for is_sharded in (False, True):
             model = make(lambda: nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4)))
             model[0].sparse = is_sharded
-            ddp, parameters = DistributedDataParallel(model), list(model.parameters())
+            ddp = DistributedDataParallel(model) if by == "DDP" else model
+            parameters = list(model.parameters())
             optimizer: Any = torch.optim.SGD(parameters, lr=1.0)
             of_torch = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
             by_norm, by_value = (partial(clip, parameters) for clip in of_torch)
             if is_sharded:
                 optimizer = zeroshard.ShardedOptimizer(parameters, torch.optim.SGD, lr=1.0, foreach=False)
                 by_norm, by_value = optimizer.clip_grad_norm_, optimizer.clip_grad_value_
-            (ddp(torch.tensor([1, 3, 3, 5 + rank])) * 3).square().sum().backward()
+            (ddp(torch.tensor([1, 3, 3, 5 + (rank if by == "DDP" else 0)])) * 3).square().sum().backward()
             norms.append([float(by_norm(most) if what == "norm" else by_value(most) or 0) for what, most in calls])
             optimizer.step()
             weights.append([parameter.detach().clone() for parameter in parameters])
