@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zeroshard
 from tests.checkpoint.faults import left_over
 from zeroshard.checkpoint import files, pruning
 from zeroshard.checkpoint.folders import find, latest, steps
+from zeroshard.exchange import export, export_dcp, import_model
+from zeroshard.io.whole import write_whole
 from zeroshard.testing import run_ranks
 
 
@@ -177,3 +182,34 @@ def test_a_power_failure_leaves_whole_steps(tmp_path: Path) -> None:
     assert tried > 100 and wrong == []
     for heeds in (File, Folder):
         assert run_ranks(lose_power, 1, tmp_path / heeds.__name__, heeds)[0][1]
+
+
+def test_files_for_others_get_their_names_when_they_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"weight": torch.arange(1000.0)}, tmp_path / "model.safetensors")
+    step = import_model(tmp_path / "model.safetensors", tmp_path / "run", step=0).path
+    synced, named, originals = dict[int, int](), list[str](), (os.fsync, os.replace)
+    behind: list[int] = []  # what has been synced since the last name was given
+
+    def fsync(file: int) -> None:
+        found = os.fstat(file)
+        synced[found.st_ino] = found.st_size
+        behind.append(found.st_ino)
+        originals[0](file)
+
+    def replace(source: Path, target: Path) -> None:
+        found = os.stat(source)
+        assert synced.get(found.st_ino) == found.st_size, target
+        named.append(Path(target).name)
+        behind.clear()
+        originals[1](source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    for work in (export, export_dcp):
+        for out in (tmp_path / work.__name__, tmp_path / work.__name__):
+            work(step, out, force=True)
+            assert behind == [out.stat().st_ino]
+    write_whole(tmp_path / "text", "text")
+    assert named == ["model.safetensors"] * 2 + ["__0_0.distcp", ".metadata"] * 2 + ["text"]
