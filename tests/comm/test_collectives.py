@@ -39,6 +39,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.portions import Portions
 from zeroshard.precision import MixedPrecision
 from zeroshard.ranks.mesh import Mesh
+from zeroshard.ranks.pipes import MOST_BYTES
 from zeroshard.testing import RankError, expect_same_logs, run_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -332,6 +333,28 @@ def test_forgetting_the_replicas_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Collectives, "reduce_scatter", within_the_node)
     with pytest.raises(RankError, match=r"the ranks have diverged: unit .* has other values on rank 2 than on rank 0"):
         run_ranks(lambda rank: train(replace(exact(), steps=3), zeroshard.DDP, rank, two_axes((2, 2))), 4)
+
+
+@pytest.mark.by_gloo
+@on_ranks(4)
+def test_sums_over_replicas_take_turns_in_their_scratch(rank: int) -> None:
+    """The terms of the second unit would come to where those of the first one wait to be summed."""
+    collectives, numel = Collectives(Mesh.of(two_axes((2, 2))), CommLog()), 4 * MOST_BYTES
+    shards, replicas = PairwiseTransport.scratch_of_each(numel, FP32, FP32, 2, 2, in_place=True)
+    of_replicas = torch.empty(replicas, dtype=torch.uint8)
+    chains, outs = [], []
+    for unit in range(2):
+        full = torch.full((numel,), 2.0**rank * 100**unit)
+        outs.append(full.view(2, -1)[collectives.mesh.shard.rank])
+        reduction = Reduction(torch.empty(shards, dtype=torch.uint8), FP32, 1, of_replicas)
+        chains.append(collectives.reduce_scatter(full, outs[-1], reduction, unit=str(unit), phase="test"))
+    for chain in chains:
+        assert chain.advance()
+    collectives.count(0)  # all have sent both
+    for chain in chains:
+        chain.release()
+    for unit, out in enumerate(outs):
+        assert torch.equal(out, torch.full_like(out, 15.0 * 100**unit)), unit
 
 
 def test_other_meshes_are_refused() -> None:
