@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
-from tests.kit import Block, Net, loss_of_tokens, make
+from tests.kit import Block, Net, loss_of_tokens, make, travelling
 from tests.patience import AT_ONCE
 from zeroshard.testing import run_ranks
 
@@ -102,6 +102,27 @@ def test_one_path_on_all_ranks_is_fine() -> None:
             assert said == "" and not same
 
     run_ranks(check, 3)
+
+
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("way", ["shared", "pairwise"])
+def test_a_read_of_one_rank_is_no_gather_of_the_others_forward(way: str) -> None:
+    """It is of the same unit, and of as many bytes."""
+
+    def check(rank: int) -> str:
+        with travelling(way):
+            model = nn.Sequential(nn.Linear(8, 8))
+            handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+            try:
+                if rank == 0:
+                    with handle.unsharded():
+                        return "read"
+                return str(model(torch.ones(8)).shape)
+            except RuntimeError as error:
+                return str(error)
+
+    for said in run_ranks(check, 2):
+        assert "its weights, which a call has asked for" in said, said
 
 
 def test_where_nothing_says_which_unit_it_is_the_digest_does() -> None:
