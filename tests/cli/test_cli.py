@@ -14,7 +14,6 @@ import click
 import psutil
 import pytest
 
-import zeroshard
 from tests.forked import FirstAnInterpreter, Forked
 from tests.grids import EVERYTHING
 from tests.patience import wait_until
@@ -199,19 +198,10 @@ def test_control_c_ends_a_command_whose_output_nobody_reads() -> None:
 
 def test_a_system_that_is_not_posix_is_told_what_to_do() -> None:
     """As on Windows, whose Python has no module `resource`."""
-    program = "import os, sys; os.name = sys.argv[1]; import zeroshard; print(zeroshard.__version__)"
-    done = {
-        name: subprocess.run(
-            [sys.executable, "-c", program, name], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-        )
-        for name in ("nt", "posix")
-    }
-    assert (
-        done["nt"]
-        .stderr.splitlines()[-1]
-        .startswith("zeroshard.errors.NotInstalled: zeroshard runs on Linux and macOS. On Windows,")
-    )
-    assert (done["posix"].returncode, done["posix"].stdout) == (0, f"{zeroshard.__version__}\n")
+    command = [sys.executable, "-c", "import os; os.name = 'nt'; import zeroshard"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    said = "zeroshard.errors.NotInstalled: zeroshard runs on Linux and macOS. On Windows,"
+    assert done.stderr.splitlines()[-1].startswith(said)
 
 
 def test_a_rank_that_was_interrupted_while_it_started_stops_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,10 +133,14 @@ def metadata_of(wheel: Path) -> Parser:
         return Parser().parsestr(archive.read(name).decode())  # type: ignore[return-value]
 
 
-def install(wheel: Path, python: Path, extra: str = "") -> None:
+def install(wheel: Path, python: Path) -> None:
     """Install the wheel without a network: what it requires is linked."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True)
+    link_requirements(wheel, python)
+
+
+def link_requirements(wheel: Path, python: Path, extra: str = "") -> None:
     seen: set[str] = set()
     for name in requirements(metadata_of(wheel).get_all("Requires-Dist"), extra):
         link(name, python, seen)
@@ -146,6 +150,14 @@ def empty_environment(folder: Path) -> Path:
     """The interpreter of a new environment."""
     venv.create(folder, with_pip=False, symlinks=True)
     return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bare(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it requires. Read only: tests share it, and copy it to add to it."""
+    folder = tmp_path_factory.mktemp("bare") / "env"
+    install(built[1], empty_environment(folder))
+    return folder
 
 
 def test_what_is_packed(built: tuple[Path, Path]) -> None:
@@ -171,13 +183,12 @@ def test_what_the_metadata_says(built: tuple[Path, Path]) -> None:
     assert requirements(metadata.get_all("Requires-Dist")) == {"click", "numpy", "torch"}
 
 
-def test_five_lines_and_the_command_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_five_lines_and_the_command_in_an_empty_environment(bare: Path, tmp_path: Path) -> None:
     """Training, saving and loading need torch alone, the command its requirements: it starts neither the trainer nor a
     process group, and `plan` does not even try to import what they need. `train` names the extra that it needs."""
     (tmp_path / "module.py").write_text("import torch\n\n\ndef Net():\n    return torch.nn.Linear(3, 4)\n")
-    python = empty_environment(tmp_path / "env")
-    install(built[1], python)
-    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    python = bare / "bin" / "python"
+    (site,) = bare.glob("lib/python*/site-packages")
     assert not {"pydantic", "rich", "psutil"} & {path.name for path in site.iterdir()}
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -211,7 +222,7 @@ def typed(command: str, folder: Path, environment: dict[str, str]) -> subprocess
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def test_the_transcript_of_the_page(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_transcript_of_the_page(built: tuple[Path, Path], bare: Path, tmp_path: Path) -> None:
     """Each command prints what the page shows. They run in forks of this process, which has imported torch. That the
     extra brings all that `zeroshard train` needs is seen in the page's own environment, in one step."""
     wheel, python = built[1], tmp_path / "env" / "bin" / "python"
@@ -220,14 +231,14 @@ def test_the_transcript_of_the_page(built: tuple[Path, Path], tmp_path: Path) ->
     ran = []
     for command, shown in transcript("docs/install.md"):
         if command.startswith("python3 -m venv "):
-            empty_environment(tmp_path / "env")
+            shutil.copytree(bare, tmp_path / "env", symlinks=True)
         elif command.startswith("pip wheel "):
             assert wheel.name == "zeroshard-0.1.0-py3-none-any.whl"
         elif command.startswith("pip install "):
             if command.endswith("[train]'"):
-                install(wheel, python, extra="train")
+                link_requirements(wheel, python, extra="train")
                 small = ["--steps=1", "--layers=1", "--width=32", "--context=32", f"--out={tmp_path / 'small'}"]
-                subprocess.run([python.parent / "zeroshard", "train", *small], env=environment, check=True)
+                subprocess.run([python, python.parent / "zeroshard", "train", *small], env=environment, check=True)
         elif command == "zeroshard train":
             assert shown == [LACKING], "as in the environment of the test above"
         else:

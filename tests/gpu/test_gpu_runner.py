@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apart import one_interpreter
 from tests.forked import Forked
 from tests.gpu import checks as checks_file
 from tests.gpu import pieces, runner
@@ -19,6 +20,7 @@ from tests.gpu.correct import SUITES
 from tests.gpu.faulty_pieces import FUNCTIONS
 from tests.gpu.runner import PIECES, Piece, Result, main, report_of, run, verdict
 from tests.gpu.worlds import Lone
+from tests.grids import EVERYTHING
 
 importlib.import_module("torch._dynamo")  # forked pieces need not
 
@@ -37,10 +39,12 @@ VERDICTS = {
 
 OF_LIBRARIES = ("transformers", "accelerate", "lightning", "peft")
 """The pieces that import large libraries: see `test_gpu_libraries.py`."""
+ELSEWHERE = (*OF_LIBRARIES, *(() if EVERYTHING else one_interpreter.PIECES))
+"""And those that `tests/apart/test_device_apart.py` runs in the same sizes, on a device that is more like a GPU."""
 
 
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("name", [piece.name for piece in PIECES if piece.name not in OF_LIBRARIES])
+@pytest.mark.parametrize("name", [piece.name for piece in PIECES if piece.name not in ELSEWHERE])
 def test_each_piece_passes_in_its_cpu_form(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expect_passed(name, tmp_path, monkeypatch)
 
