@@ -48,13 +48,14 @@ DENSE = Case(dense, loss_of_rows)
 
 
 def habits(checks: Checks, setting: Setting) -> None:
-    plans = SMALL_PLANS if setting.is_small else FEW_PLANS
+    every = SMALL_PLANS if setting.is_small else FEW_PLANS
     with one_rank(setting.device):
         truth = of(DENSE)(None)
-        compare(checks, "plain AdamW", of(DENSE), plans=plans)
+        compare(checks, "plain AdamW", of(DENSE), plans=every)
         other = of(replace(DENSE, defaults={"lr": 2e-2}))(None)
         checks.expect("another learning rate, other bits (control)", difference(other, truth) > 10 * KERNELS)
         for exchanges, switch in SWITCHES.items():
+            plans = every[-1:] if setting.is_small and exchanges == "alone" else every
             with switch():
                 for group in (_precisions, _masks, _layers, _optimizers, _memory, _inputs):
                     with guarded(checks, f"{group.__name__[1:]}, {exchanges}"):
@@ -66,7 +67,7 @@ def habits(checks: Checks, setting: Setting) -> None:
                         _streams(checks, exchanges, plans, setting)
         for once in (_refusals, _other_places):
             with guarded(checks, once.__name__[1:]):
-                once(checks, plans)
+                once(checks, every)
 
 
 Plans = tuple[Plan, ...]
@@ -453,7 +454,7 @@ def _inputs(checks: Checks, exchanges: str, plans: Plans, setting: Setting) -> N
     loaded = "a DataLoader that pins, non_blocking" if ON_CUDA else "a DataLoader"
     compare(checks, f"{loaded}, {exchanges}", lambda plan: _Loaded(DENSE, plan).trained(), plans=plans)
     compare(checks, f"parked after each step, {exchanges}", lambda plan: _Parked(DENSE, plan).trained(), plans=plans)
-    full = tuple(plan for plan in plans if plan is not zeroshard.ZERO3)
+    full = tuple(plan for plan in plans if plan is not zeroshard.ZERO3) or SMALL_PLANS[:1]
     compare(checks, f"model.to(device) after shard, {exchanges}", lambda p: _Moved(DENSE, p).trained(), plans=full)
     for plan in plans:
         with guarded(checks, f"{plan}, {exchanges}: built on the meta device"):
