@@ -17,7 +17,6 @@ from tests.grids import EVERYTHING
 ROOT = Path(__file__).parents[2]
 SMALL = "--layers 1 --width 16 --heads 2 --vocabulary 16 --context 8 --batch 1"
 PLANS = ("ddp", "zero1", "zero2", "zero3")
-STEPS = f"--ranks 1 --steps 2 --warmup 1 {SMALL} --contenders 'plain torch' zero3"
 RUNS = {
     "activations": ("--models gpt --plans zero3 --sequences 1", [r"\| gpt \| zero3 \|  \| 1 \|", r"zero3 \| blocks"]),
     "checkpoint": ("--megabytes 1 --rounds 1", ["save: ours", "load: ours"]),
@@ -26,7 +25,6 @@ RUNS = {
     "overlap": (f"--ranks 4 --rounds 2 --warmup 1 --networks fast {SMALL}", [f"\n{plan} +\\d" for plan in PLANS]),
     "plan_time": ("prune --help", ["Usage: zeroshard prune", "s of processor time, peak"]),
     "time_model": (f"--ranks 2 --rounds 2 --warmup 0 {SMALL}", [rf"\| 2 \| {plan} \|" for plan in PLANS]),
-    "step_time": (STEPS, ["losses agree", "zero3 / plain torch"]),
     "precision_curves": (
         "--steps 2 --every 1 --out curves",
         [r"\| fp32 \|", r"\| bf16-remainder \|", "fp16, skipping"],
@@ -36,6 +34,7 @@ ELSEWHERE = {
     "control_plane": "tests/comm/test_control_plane.py",
     "hosts": "tests/hosts/test_hosts_benchmark.py",
     "peers": "step_time.py",
+    "step_time": "tests/gpu/costs.py",
 }
 """Who runs the others."""
 
@@ -47,9 +46,8 @@ def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
         pytest.skip("runs the trainer 13 times: make test-everything")
     options, said = RUNS[name]
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *shlex.split(options)]
-    # Ranks that are spawned look for their function in the main module of an interpreter. torch's checkpoints start
-    # threads, and have once waited for ever in a fork of a process that had run other tests.
-    start = subprocess.Popen if name in ("step_time", "checkpoint") else Forked
+    # torch's checkpoints start threads, and have once waited for ever in a fork of a process that had run other tests.
+    start = subprocess.Popen if name == "checkpoint" else Forked
     with start(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         output, errors = process.communicate()
     assert process.returncode == 0, errors

@@ -628,4 +628,6 @@ def step_time(checks: Checks, setting: Setting) -> None:
     for arguments in runs:
         status, output = run_python("benchmarks/step_time.py", "--device", setting.device, *arguments)
         checks.text(f"step_time.py {' '.join(arguments)}", output)
-        checks.expect("it ran, and all contenders had the same losses", status == 0, f"status {status}")
+        agree = status == 0 and "losses agree" in output
+        agree &= "zero3 / plain torch" in output or not setting.is_small  # another number of ranks has other contenders
+        checks.expect("it ran, and all contenders had the same losses", agree, f"status {status}")
