@@ -96,7 +96,7 @@ test-gpu:
 	$(GPU_PYTHON) -m tests.gpu.runner --report $(REPORT) $(if $(PIECES),--pieces $(PIECES))
 
 test-everything: $(STAMP)
-	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -rP \
+	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 7200 -rP \
 		tests/runtime tests/step tests/comm tests/storage $(wildcard tests/test_*.py) \
 		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity tests/model tests/gpu \
 		tests/planning tests/outside tests/real_models tests/train tests/documents tests/integrations

@@ -117,6 +117,19 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _time_for_everything() -> None:
+    """With ZEROSHARD_TEST_EVERYTHING=1 one start of ranks has many times the cases, and rank 0 computes first what one
+    process should. On a busy machine that takes longer than the limits of `run_ranks`. `make test-everything` also has
+    a longer limit for a test."""
+    from tests.grids import EVERYTHING
+    from zeroshard.testing import run_ranks
+
+    if EVERYTHING:
+        assert run_ranks.__kwdefaults__ is not None
+        run_ranks.__kwdefaults__.update(timeout=7000.0, collective_timeout=1800.0)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _device() -> Iterator[None]:
     """With ZEROSHARD_TEST_DEVICE=cuda ranks make their tensors on their GPU."""
     from tests.kit import DEVICE
