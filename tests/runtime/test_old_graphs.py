@@ -82,6 +82,61 @@ def test_new_weights_are_no_write_of_the_user(rank: int) -> None:
                     model.norm.weight.mul_(2)
 
 
+def _raise(grad: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+@on_ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_backward_goes_on_through_a_graph_from_before_one_that_raised(rank: int, num_ranks: int) -> None:
+    """It counted as a part of the one that had raised, and never ended: the next forward discarded its gradients, in
+    silence. (A forward before it would have discarded what was left of that one.)"""
+
+    def run(plan: str, raises: bool, first: Callable[[torch.Tensor, nn.Module], Any]) -> State:
+        model = make(lambda: Net(blocks=2))
+        handle = zeroshard.shard(model, plan, units=Block)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        of_first: list[torch.Tensor] = []
+        hook = model.blocks[0].register_forward_hook(lambda module, args, output: of_first.append(output))
+        bad = loss_of_tokens(model, rank, 0, 0)
+        hook.remove()
+        good = loss_of_tokens(model, rank, 1, 0)
+        if raises:
+            of_first[0].register_hook(_raise)
+            with pytest.raises(ArithmeticError):
+                first(bad, model)
+        good.backward()
+        gradient = handle.gradient("norm.weight")
+        loss_of_tokens(model, rank, 2, 0).backward()
+        assert optimizer.step().applied
+        return {**handle.full_state_dict(), "gradient": gradient}
+
+    for plan in PLANS:
+        expected = run(plan, False, lambda loss, model: None)
+        assert same_bits(run(plan, True, lambda loss, model: loss.backward()), expected), plan
+        of_embedding = run(plan, True, lambda loss, model: torch.autograd.grad(loss, model.embed.weight))
+        assert same_bits(of_embedding, expected), plan
+
+
+@on_ranks(2)
+def test_it_says_that_earlier_gradients_are_discarded(rank: int) -> None:
+    for plan in PLANS:
+        model = make(lambda: Net(blocks=2))
+        optimizer = zeroshard.ShardedOptimizer(zeroshard.shard(model, plan, units=Block), torch.optim.SGD, lr=0.1)
+        loss_of_tokens(model, rank, 0, 0).backward()
+        good = loss_of_tokens(model, rank, 2, 0)
+        hook = model.norm.register_forward_hook(lambda module, args, output: output.register_hook(_raise) and None)
+        bad = loss_of_tokens(model, rank, 1, 0)
+        hook.remove()
+        with pytest.raises(ArithmeticError):
+            bad.backward()
+        with pytest.raises(zeroshard.errors.InvalidState, match="those of earlier micro-batches are discarded"):
+            good.backward()
+        optimizer.zero_grad()
+        loss_of_tokens(model, rank, 0, 0).backward()
+        assert optimizer.step().applied
+
+
 def _write_on_one_rank(model: nn.Module, handle: Any, rank: int, factor: float = 2, **options: int) -> None:
     with handle.unsharded(write=True, **options), torch.no_grad():
         if rank == 1:

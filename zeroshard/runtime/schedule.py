@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -51,6 +52,7 @@ class Schedule(NotCopied):
     def __init__(self) -> None:
         """Call `lead_to` before anything else."""
         self.task: int | None = None
+        self._end: weakref.ref[Callable[[], None]] | None = None  # what autograd calls when the current backward ends
         self.accumulates, self.num_modules = False, 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
@@ -177,12 +179,14 @@ class Schedule(NotCopied):
 
     @called_by_torch
     def _on_grad_of_model(self, number: int, is_own: bool, grad: Tensor) -> None:
+        self.expect_to_begin()
         one_backward.come_to(self, number)
         self.begin_backward(is_own=is_own)
 
     @called_by_torch
     def _on_output_grad(self, visits: Sequence[Visit], trail: Trail, graph: Graph, grad: Tensor) -> None:
         """Backward has the gradient of an output. `graph` lives as long as the output's graph."""
+        self.expect_to_begin()
         one_backward.come_to(self, visits[-1].number)
         self.begin_backward()
         if self.accumulates and not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -266,6 +270,7 @@ class Schedule(NotCopied):
 
     def before_gradient(self, parameter: Tensor) -> None:
         """Autograd is about to add to `p.grad`, or to return a gradient from `torch.autograd.grad`."""
+        self.expect_to_begin()
         if not self.accumulates and is_accumulated(parameter):
             self.begin_backward(accumulates=True)
         self.reducer.single_uses.expect_one_graph(parameter)
@@ -281,10 +286,7 @@ class Schedule(NotCopied):
             expect_autograd()
             self.task = torch._C._current_graph_task_id()
             one_backward.begin(self, self.task)
-            # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one,
-            # too. The callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward
-            # of a reentrant checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._end = _at_end(self._end_backward)
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
                 living = self._trails.find_living(self.gatherer.units, self.gatherer.collectives)
                 self._to_come.add(living, in_front=True)
@@ -324,9 +326,9 @@ class Schedule(NotCopied):
             )
 
     def abandon_backward(self) -> bool:
-        """If the last backward raised and never ended: wait for its collectives, and discard its gradients. Returns
-        whether it had added to gradients of earlier ones, which are discarded, too."""
-        if self.task is None or in_backward():
+        """If the last backward raised and never ended (autograd has let go of `_end`): wait for its collectives, and
+        discard its gradients. Returns whether it had added to gradients of earlier ones, which are discarded, too."""
+        if self.task is None or (in_backward() and self._end is not None and self._end() is not None):
             return False
         self.running.stretches.end_backward()
         self._forget()
@@ -375,6 +377,17 @@ class Schedule(NotCopied):
         except BaseException:
             self.task = task  # as one that has raised before its end: it is abandoned
             raise
+
+
+def _at_end(call: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+    """Let autograd make this call when the current backward ends. Autograd alone keeps what is returned here, so it is
+    gone if the backward raises."""
+    # torch has no public hook for the end of a backward (pytorch/pytorch#66199); DDP and FSDP2 use this one, too. The
+    # callback belongs to the current graph task (pytorch/pytorch#24965): queued by the inner backward of a reentrant
+    # checkpoint, it would run at the end of that one (facebookresearch/fairscale#753).
+    end = partial(call)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
+    return weakref.ref(end)
 
 
 def expect_no_transform(units: Sequence[Unit]) -> None:
