@@ -383,22 +383,14 @@ def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank
         _ones_by_hand(run)
         run.optimizer.backward(run.loss(0), weight=weight)
 
-    def terms(run: Run, weight: float | None) -> None:
-        assert run.handle is not None
-        with run.handle.no_sync():
-            run.optimizer.backward(run.loss(0), weight=weight)
-        for parameter in run.model.parameters():
-            parameter.grad = parameter.grad * 0.5
-        run.optimizer.step()
-
-    def terms_of_one(run: Run, weight: float | None) -> None:
+    def made_of_terms(run: Run, weight: float | None) -> None:
         assert run.handle is not None
         with run.handle.no_sync():
             run.optimizer.backward(run.loss(0), weight=weight)
         run.model[0].weight.grad = run.model[0].weight.grad * 0.5
         run.loss(1).backward()
 
-    ways = (replaced, other_memory, before_backward, terms, terms_of_one)
+    ways = (replaced, other_memory, before_backward, made_of_terms)
     for (plan, (weight, scale)), of_both in itertools.groupby(
         sorted(grid(PLANS, ((4.0, 1.0), (None, 1024.0)), range(len(ways))), key=str), lambda case: case[:2]
     ):
@@ -406,7 +398,8 @@ def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank
         for way in (None, *(ways[number] for *_, number in of_both)):
             run = Run(rank, plan, loss_scale=scale)
             if way is not None:
-                with pytest.raises(RuntimeError, match=r"was set by hand.* optimizer.zero_grad\(\)"):
+                said = r"no rank holds it in full" if way is made_of_terms else r"set by hand.* optimizer.zero_grad\(\)"
+                with pytest.raises(RuntimeError, match=said):
                     way(run, weight)
                 run.model.zero_grad()
                 run.optimizer.zero_grad()
@@ -673,6 +666,13 @@ def scaled(rank: int, plan: str) -> None:
     run.optimizer.step()
     run.loss(1).backward()  # the next step's losses are neither
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.step()
+    with run.handle.no_sync():
+        run.optimizer.backward(run.loss(2), weight=2.0)
+    with pytest.raises(RuntimeError, match="partial"):  # as long as these terms have factors that the step takes out
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.backward(run.loss(3), weight=2.0)
+    run.optimizer.step()
 
 
 @on_ranks(2)

@@ -336,11 +336,11 @@ class Clamps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+        self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.clamp(self.scale, 2.0, 3.0)
-        self.scale.data = scale
+        self.scale.data = scale + 0.5  # not at a bound: versions of torch differ there
         out: Tensor = self.linear(x) * scale
         return out
 
@@ -355,10 +355,9 @@ def test_a_backward_in_a_block_uses_the_data_that_its_forward_has_put_in_place(r
         model = make(Clamps)
         handle = zeroshard.shard(model, plan)
         optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1e-3)
-        for number in range(2):
-            with handle.unsharded(write=True):
-                model(x + rank + number).square().mean().backward()
-            optimizer.step()
+        with handle.unsharded(write=True):
+            model(x + rank).square().mean().backward()
+        optimizer.step()
         states.append(handle.full_state_dict())
     assert same_bits(*states)
-    assert (states[0]["scale"] < 2).all()  # the last step; a mask of the old data would have stopped it
+    assert (states[0]["scale"] < 2.5).all()  # a mask of the old data would have stopped the step

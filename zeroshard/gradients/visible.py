@@ -7,8 +7,8 @@
 | used by a step                  | a `UsedGradient`, until the next forward or `zero_grad`                            |
 | all others                      | a `ShardedGradient`                                                                |
 
-If losses were scaled or weighted, REDUCED gradients are not yet the values that the step uses: `p.grad` is then a
-`ShardedGradient`, too, and operations on it raise an error that says so. The same after a backward with `create_graph`:
+If losses were scaled or weighted, gradients are not yet the values that the step uses: `p.grad` is then always a
+`ShardedGradient`, and operations on it raise an error that says so. The same after a backward with `create_graph`:
 plain torch has a graph in `p.grad`, and a loss that is computed from it would lose that term in silence.
 
 | found later        | means                                                                           |
@@ -18,8 +18,8 @@ plain torch has a graph in `p.grad`, and a loss that is computed from it would l
 | another tensor, or | a gradient of this rank, set by hand: the step takes the mean over ranks, and a |
 | other memory       | backward before the step adds to it (`p.grad.data = values`)                    |
 
-The step divides by scales and weights of losses. A gradient set by hand beside gradients of such losses, or made of the
-terms of this rank that had them (`no_sync`), may have these factors or not: it is *doubtful*, and refused.
+The step divides by scales and weights of losses. A gradient set by hand beside gradients of such losses may have these
+factors or not: it is *doubtful*, and refused.
 
 `withdraw` sets `p.grad` to None when a backward begins, so that autograd does not add to these tensors.
 """
@@ -70,7 +70,7 @@ class VisibleGradients:
         self._edits = self._num_writes_of_steps = 0
         self.clips: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.edits: list[tuple[str, str]] = []
-        self.had_graphs = self._has_shown_factors = False
+        self.had_graphs = False
         self.doubtful: str | None = None
         self._last_number: tuple[Tensor, int, Any] | None = None
         self._norms: tuple[tuple[int, ...], float, dict[tuple[Unit, int], Tensor]] | None = None
@@ -134,15 +134,14 @@ class VisibleGradients:
         """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient.
         In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
         orders, and clip by factors that differ in the last bits."""
-        is_local, is_final = grads.is_local, self.final
-        in_full = (is_local or (grads.buffer.placement is REPLICATED and is_final)) and not self.had_graphs
+        is_local = grads.is_local
+        in_full = (is_local or grads.buffer.placement is REPLICATED) and self.final and not self.had_graphs
         views = grads.buffer.views() if in_full else []
         for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
             if in_full and _takes(parameter, grads):
-                self._has_shown_factors |= not is_final
                 yield index, views[index], index in grads.present
                 continue
             yield index, self._without_values.sharded[unit][index], True
@@ -158,7 +157,6 @@ class VisibleGradients:
             raise InvalidState(f"backward: {doubtful(self.doubtful)}")
         if by_hand and not self._ledger.loss.is_final:
             raise InvalidState(f"backward: {doubtful(self._name_of(by_hand))}")
-        self._has_shown_factors = False
         self.apply_clips()
         self.had_graphs &= any(grads.state is not GradState.EMPTY for grads in self._grads.values())
         for unit in self._grads:
@@ -189,8 +187,7 @@ class VisibleGradients:
                     self._expect_new(unit, index, gradient)
                     by_hand[unit.index, index] = gradient.detach()
         has_factors = not self.final and any(grads.state is not GradState.EMPTY for grads in self._grads.values())
-        is_doubtful = by_hand and (has_factors or self._has_shown_factors)
-        self.doubtful = self._name_of(by_hand) if is_doubtful else None
+        self.doubtful = self._name_of(by_hand) if by_hand and has_factors else None
         return by_hand
 
     def _name_of(self, by_hand: Iterable[tuple[int, int]]) -> str:
@@ -253,7 +250,6 @@ class VisibleGradients:
                 if unit.parameters[index].grad is shown[index]:
                     unit.parameters[index].grad = in_place[index] if index in used else None
         self._let_go(unit, shown, slots)
-        self._has_shown_factors &= any(self._shown.values())
 
     def _discard_all_gone(self) -> dict[Unit, list[Tensor | None]]:
         """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
