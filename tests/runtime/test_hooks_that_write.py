@@ -207,6 +207,33 @@ def test_gradients_with_a_graph_are_not_read_from_p_grad() -> None:
     run_ranks(in_turn(check, PLANS), 2)
 
 
+@pytest.mark.filterwarnings(r"ignore:Using backward\(\) with create_graph=True")
+def test_a_graph_on_one_rank_alone_does_not_change_what_ranks_do_to_gradients() -> None:
+    """Under DDP others have tensors in `p.grad`, which they change and whose norms they take without an exchange: they
+    once waited for each other. The same parameters have a gradient there (a layer without one is left out)."""
+
+    def check(rank: int, plan: zeroshard.placement.Plan) -> None:
+        found = []
+        for with_graphs in (0, 1):
+            model = build()
+            model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+            handle = zeroshard.shard(model, plan, units=nn.Linear)
+            optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+            with handle.unsharded():
+                model(x).square().mean().backward(create_graph=rank < with_graphs)
+            names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with torch.no_grad():
+                norm += model[0].weight.grad.norm() + sum(p.grad.norm(torch.inf) for p in model[2].parameters())
+            assert optimizer.step().applied
+            found.append((names, norm.item(), [p.tolist() for p in handle.full_state_dict().values()]))
+            handle.close()
+        assert found[0] == found[1], f"{plan.name}: {found}"
+
+    run_ranks(in_turn(check, PLANS), 2, collective_timeout=20)
+
+
 def halve(weight: Tensor) -> None:
     with torch.no_grad():
         weight.mul_(0.5)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState
@@ -160,7 +161,7 @@ class ShardedGradient(Tensor):
         self._visible.edit(self._unit, self._index, operation, what, operands)
 
     def _norm(self, norm_type: float, dtype: torch.dtype | None = None) -> Tensor:
-        """The norm of the whole gradient, 0-d, equal on all ranks. Collective."""
+        """The norm of the whole gradient, 0-d, equal on all ranks. Collective, unless this rank holds it in full."""
         if not self._visible.is_partial_here(self._unit, self._index):
             self._expect_final("norm")
         elif not self._visible.final:
@@ -169,6 +170,10 @@ class ShardedGradient(Tensor):
             self._explain("norm of type -inf, the smallest element,")
         if torch.is_grad_enabled() and self._visible.had_graphs:
             self._explain("norm")
+        in_full: Tensor | None = self._visible.in_full(self._unit, self._index)
+        if in_full is not None:
+            of_view: Tensor = vector_norm(in_full, norm_type, dtype=dtype)
+            return of_view
         norm: Tensor | None = self._visible.norm(self._unit, self._index, norm_type)
         if norm is None:
             self._expect_final("norm")

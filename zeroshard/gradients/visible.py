@@ -124,27 +124,26 @@ class VisibleGradients:
                 for one in self._to_show(unit, grads)
             ]
             # One read for all of them: on a GPU the host waits for it.
-            doubtful = [self._grads[unit].is_nothing(one) for unit, _, one, is_certain in found if not is_certain]
+            doubtful = [self._grads[unit].is_nothing(view) for unit, _, _, view in found if view is not None]
             is_nothing = iter(torch.stack(doubtful).tolist() if doubtful else ())
-            for unit, index, gradient, is_certain in found:
-                if is_certain or not next(is_nothing):
+            for unit, index, gradient, view in found:
+                if view is None or not next(is_nothing):
                     unit.parameters[index].grad = self._shown[unit][index] = gradient
 
-    def _to_show(self, unit: Unit, grads: Gradients) -> Iterator[tuple[int, Tensor, bool]]:
-        """Slots, and what is put into `p.grad`. The last value says whether some rank is known to have had a gradient.
+    def _to_show(self, unit: Unit, grads: Gradients) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Slots, what is put into `p.grad`, and a mean that tells whether any rank had a gradient; None: one had.
         In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
         orders, and clip by factors that differ in the last bits."""
-        is_local = grads.is_local
-        in_full = (is_local or grads.buffer.placement is REPLICATED) and self.final and not self.had_graphs
-        views = grads.buffer.views() if in_full else []
-        for index in sorted(grads.present if is_local or grads.is_of_all else grads.waiting):
+        is_in_full = self.final and (grads.is_local or grads.buffer.placement is REPLICATED)
+        views = grads.buffer.views() if is_in_full else []
+        for index in sorted(grads.present if grads.is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
-            if in_full and _takes(parameter, grads):
-                yield index, views[index], index in grads.present
-                continue
-            yield index, self._without_values.sharded[unit][index], True
+            view = views[index] if views and _takes(parameter, grads) else None
+            is_shown = view is not None and not self.had_graphs
+            gradient = view if view is not None and is_shown else self._without_values.sharded[unit][index]
+            yield index, gradient, None if index in grads.present else view
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
@@ -320,6 +319,9 @@ class VisibleGradients:
         self, unit: Unit, index: int, operation: Callable[[Tensor], object], what: str, operands: Sequence[Any]
     ) -> None:
         self.apply_clips()
+        if (view := self.in_full(unit, index)) is not None:
+            operation(view)
+            return
         name = unit.layout.slots[index].name
         self.edits.append((name, f"{what}({', '.join(repr(self._number(value)) for value in operands)})"))
         if what == "zero_":  # alone allowed where terms are not reduced yet, as `model.zero_grad` calls it
@@ -338,7 +340,14 @@ class VisibleGradients:
             return False
         if torch._C._current_graph_task_id() != -1:  # a hook inside of a backward, where ranks may be elsewhere
             return False
-        return not grads.means_in_full or self.had_graphs or not _takes(unit.parameters[index], grads)
+        return not grads.means_in_full or not _takes(unit.parameters[index], grads)
+
+    def in_full(self, unit: Unit, index: int) -> Tensor | None:
+        """What others have in `p.grad` where this rank has no values, as its backward gave a graph: they change it, and
+        take its norm, without an exchange. None: no rank has it in full, or it is not final."""
+        grads = self._grads[unit]
+        is_in_full = grads.state is GradState.REDUCED and grads.means_in_full and self.final
+        return grads.buffer.views()[index] if is_in_full and _takes(unit.parameters[index], grads) else None
 
     @torch.no_grad()
     def norm(self, unit: Unit, index: int, norm_type: float) -> Tensor | None:
