@@ -69,6 +69,7 @@ def test_without_it_ranks_say_that_they_wait_for_each_other(ranks: int, reentran
     with pytest.raises(RankError, match=r"deadlock|not all arrived[\s\S]*add 0 \* output\.sum\(\)") as found:
         run_ranks(trained, ranks, ranks, "zero3", reentrant, False)  # the timeout is five minutes
     assert "parts." in found.value.text
+    assert "run each backward on every rank, under no_sync too" in str(found.value)
 
 
 class Gated(nn.Module):

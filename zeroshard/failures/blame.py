@@ -26,8 +26,9 @@ COLLECTIVE = (
     "call them, in one order and equally often"
 )
 USE_THE_SAME = (
-    "to a loss that leaves out what the loss of another rank uses, add 0 * output.sum(); with torch.utils.checkpoint, "
-    "give shard(..., units=) the class of the modules that are checkpointed"
+    "run each backward on every rank, under no_sync too; to a loss that leaves out what the loss of another rank uses, "
+    "add 0 * output.sum(); with torch.utils.checkpoint, give shard(..., units=) the class of the modules that are "
+    "checkpointed"
 )
 IN_BACKWARD = f"In a backward, ranks that use other parts of the models may wait for each other: {USE_THE_SAME}"
 _LEFT = "reached the end of its program, or called sys.exit"
