@@ -29,6 +29,7 @@ import zeroshard
 from tests.checkpoint.common import FULL, read_all, same_bits
 from tests.checkpoint.test_faults import SEED
 from tests.opened import in_its_own_process, opened_by
+from tests.together import in_turn
 from zeroshard.checkpoint import Reader
 from zeroshard.checkpoint.saved_state import saved_groups
 from zeroshard.exchange import export, export_dcp, import_dcp
@@ -291,6 +292,31 @@ def test_what_torch_keeps_in_param_groups_is_imported(tmp_path: Path) -> None:
             with Reader(one.path) as reader:
                 (group,) = saved_groups(reader.manifest.values["optimizers"][0])
                 assert group["params"] == ["a"] and decode(group["options"], reader.tensor) == options
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(2):
+            self.register_parameter(str(number), nn.Parameter(torch.ones(3)))
+
+
+def test_parameters_named_by_numbers_are_not_taken_for_param_groups(tmp_path: Path) -> None:
+    """torch read the learning rate of the other group for each of them, in silence."""
+
+    def save(rank: int, step: int) -> None:
+        model = Numbered()
+        handle = zeroshard.shard(model, "zero1")
+        first, second = list(model.parameters())[:: -1 if step else 1]
+        groups = [{"params": [first]}, {"params": [second], "lr": 0.2}]
+        zeroshard.save(tmp_path, handle, zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1), step=step)
+
+    run_ranks(in_turn(save, range(2)), 1)
+    export_dcp(tmp_path / "step-0", tmp_path / "as they are")
+    with pytest.raises(ValueError, match=r"parameter '1' is of param group 0, and DCP has no names for its options"):
+        export_dcp(tmp_path / "step-1", tmp_path / "swapped")
+    assert not (tmp_path / "swapped").exists()
+    export_dcp(tmp_path / "step-1", tmp_path / "swapped", optimizer=False)
 
 
 def test_boxes_of_every_kind_are_read(tmp_path: Path) -> None:

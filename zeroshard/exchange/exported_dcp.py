@@ -15,6 +15,7 @@ from zeroshard.checkpoint import files
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups, saved_optimizers
 from zeroshard.checkpoint.writer import SYNC_BYTES
+from zeroshard.errors import InvalidValue
 from zeroshard.exchange.dcp_metadata import METADATA
 from zeroshard.exchange.exported import expect_no_checkpoints, place, stored_item
 from zeroshard.io.values import decode
@@ -55,13 +56,16 @@ def export_dcp(
 
     Raises:
         FileExistsError: `out` contains such files, and `force` is False.
-        ValueError: `out` is a step folder, or a directory of steps.
+        ValueError: `out` is a step folder, or a directory of steps; parameters are named like the numbers of other
+            param groups.
         CheckpointError: the step is damaged; or a value would become infinite by the cast.
     """
     expect_no_checkpoints(Path(out))
     with Reader(step) as reader:
         folder = _Folder()
         manifest = reader.manifest
+        groups = [group for one in saved_optimizers(manifest) if optimizer for group in saved_groups(one)]
+        _expect_no_numbers(groups)
         prefix = (model_key,) if model_key else ()
 
         def write(path: Path) -> None:
@@ -72,7 +76,8 @@ def export_dcp(
                 for alias, name in manifest.tied.items():
                     folder.add_again((*prefix, alias), (*prefix, name))
                 if optimizer:
-                    _add_optimizers(folder, file, reader, optimizer_key)
+                    _add_state(folder, file, reader, optimizer_key)
+                    _add_groups(folder, file, reader, optimizer_key, groups)
                 files.sync(file)
             finally:
                 files.close(file)
@@ -83,21 +88,39 @@ def export_dcp(
         return place(Path(out), {DATA: write, METADATA: write_metadata}, _OURS, force=force)
 
 
-def _add_optimizers(folder: _Folder, file: int, reader: Reader, key: str) -> None:
-    manifest = reader.manifest
-    for parameter, states in saved_entries(manifest).items():
+def _expect_no_numbers(groups: list[dict[str, Any]]) -> None:
+    """Check that the two names of an option, by number of the group and by parameter, do not mean two values.
+
+    Raises:
+        ValueError: they do.
+    """
+    numbered = {str(number): group["options"] for number, group in enumerate(groups)}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if numbered.get(parameter, group["options"]) != group["options"]:
+                raise InvalidValue(
+                    f"parameter {parameter!r} is of param group {number}, and DCP has no names for its options: they "
+                    f"would be those of the options of group {parameter}. Export it without the optimizer "
+                    "(optimizer=False), or save a model whose parameters are not named by numbers alone"
+                )
+
+
+def _add_state(folder: _Folder, file: int, reader: Reader, key: str) -> None:
+    for parameter, states in saved_entries(reader.manifest).items():
         for one in states:
             path = (key, "state", parameter, one.key)
             if one.kind in ("number", "value"):
                 folder.add_value(file, path, plain_value(reader, one))
             else:
                 folder.add_tensor(file, path, reader, one.tensor, None)
-    groups = [group for one in saved_optimizers(manifest) for group in saved_groups(one)]
+
+
+def _add_groups(folder: _Folder, file: int, reader: Reader, key: str, groups: list[dict[str, Any]]) -> None:
     for number, group in enumerate(groups):
         for option, value in {**group["options"], "params": group["params"]}.items():
             of_group = (key, "param_groups", number, option)
             stored = value.get("$tensor") if isinstance(value, dict) else None
-            if isinstance(stored, str) and stored in manifest.tensors:
+            if isinstance(stored, str) and stored in reader.manifest.tensors:
                 folder.add_tensor(file, of_group, reader, stored, None)
             else:
                 folder.add_value(file, of_group, decode(value, reader.tensor))
