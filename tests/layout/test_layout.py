@@ -344,3 +344,15 @@ def test_owners_have_about_the_same_to_do() -> None:
 def test_buffers_are_kept_until_there_are_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_plan, "KEPT_BYTES", 10)
     assert pool_plan.kept([4, 7, 6, 1, 0]) == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize(("reads_peers", "own"), [(True, {"norms", "bias"}), (False, {"bias"})])
+def test_units_that_accumulate_at_once_have_buckets_of_their_own(reads_peers: bool, own: set[str]) -> None:
+    """They would get one in the middle of a backward, which was in no plan. All others take turns."""
+    places = {"head": (9, 9), "block": (2, 8), "norms": (3, 7), "bias": (1, 5), "first": (0, 0)}
+    num_bytes = pool_plan.KEPT_BYTES
+    requests = [pool_plan.Request(name, "fp32", num_bytes, False, place) for name, place in places.items()]
+    plan = pool_plan.PoolPlan.for_gradients(requests, reads_peers=reads_peers)
+    assert plan == pool_plan.PoolPlan(dict.fromkeys(own, num_bytes), {"fp32": (1 if reads_peers else 2, num_bytes)})
+    weights = [pool_plan.Request(name, "fp32", num_bytes, False) for name in places]
+    assert pool_plan.PoolPlan.for_weights(weights) == pool_plan.PoolPlan({}, {"fp32": (2, num_bytes)})

@@ -201,6 +201,22 @@ def test_nothing_starts_after_a_failure() -> None:
         assert len(started) == (0 if failed else 2) and chain.goes_on is failed
 
 
+def test_what_follows_starts_when_peers_have_read() -> None:
+    """Only the last exchange of a chain is waited for at its end. A message of an earlier one (of a mean to replicas,
+    which no later exchange waits for) would still leave the memory in which a program clips its gradients."""
+    done = list[str]()
+    owner = SimpleNamespace(messages=Messages(0, "x"), log=CommLog())
+
+    def exchange(name: str) -> Pending:
+        return Pending(owner, (), lambda: [SimpleNamespace(wait=lambda: done.append(name))])
+
+    chain = Chain(owner, exchange("read first"))
+    chain.follow(lambda: done.append("second") or exchange("read second"))  # type: ignore[func-returns-value]
+    chain.follow(lambda: done.append("third") or Pending())  # type: ignore[func-returns-value]
+    chain.wait()
+    assert done == ["read first", "second", "read second", "third"]
+
+
 class Computation:
     """Each layer computes for 6 s in forward, and 12 s in backward."""
 

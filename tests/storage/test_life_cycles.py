@@ -169,6 +169,22 @@ def test_a_gather_that_raises_as_it_begins_changes_nothing(monkeypatch: pytest.M
     run_ranks(check, 2)
 
 
+def test_gradients_that_are_discarded_while_they_arrive_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt may leave a reduction that no list has. Peers read the bucket, and a late mean would overwrite what
+    comes next."""
+
+    def check(rank: int) -> None:
+        unit, collectives = _unit_and_collectives()
+        grads, done = _grads(unit), list[object]()
+        _open(unit, collectives), _reduce(unit, collectives)
+        release = grads.buffer.pending.release
+        monkeypatch.setattr(grads.buffer.pending, "release", lambda: done.append(release()))
+        grads.consume()
+        assert done == [None] and grads.state is EMPTY and not grads.buffer.is_arriving
+
+    run_ranks(check, 2)
+
+
 def _unit_and_collectives() -> tuple[Unit, Any]:
     handle = zeroshard.shard(nn.Linear(8, 8), "zero1")
     return handle.engine.units[0], handle.engine.collectives

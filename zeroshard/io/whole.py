@@ -15,7 +15,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Write several text files, all of them or none. An error names the file that could not be written."""
+    """Write several text files. If one cannot be written, which the error names, none has changed. (An interrupt, or an
+    error in a rename, may leave some of them new and some as they were.)"""
     partial: dict[Path, Path] = {}
     try:
         for path, text in texts.items():
