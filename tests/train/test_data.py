@@ -109,6 +109,36 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
     assert bytes(open_corpus(prepare(config), Bytes()).train[:10]) == b"first line"
 
 
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stayed for good, as large as the text. What a process that runs is writing stays, and another machine's."""
+    (tmp_path / "text").write_text("a text\n" * 100)
+    config = DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))
+    (tmp_path / "cache" / ".partial-of-another-machine").mkdir(parents=True)
+    write = data._write_tokens
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(data, "_write_tokens", lambda *_: os._exit(7))
+        try:
+            prepare(config)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    def partial() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "cache").glob(".partial-*"))
+
+    def write_beside(*arguments: Any) -> None:
+        assert len(partial()) == 2, "that of the killed process is gone"
+        monkeypatch.setattr(data, "_write_tokens", write)
+        prepare(config)  # as another process may
+        assert len(partial()) == 2
+        write(*arguments)
+
+    assert len(partial()) == 2
+    monkeypatch.setattr(data, "_write_tokens", write_beside)
+    prepare(config)
+    assert partial() == [".partial-of-another-machine"]
+
+
 def test_a_cache_in_the_text_is_refused(tmp_path: Path) -> None:
     """The tokens of a run were text of the next one, which was another text then, and could not be resumed."""
     text = tmp_path / "alone"

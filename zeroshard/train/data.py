@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zeroshard.failures.processes import Who
 from zeroshard.io.refused import in_words
 from zeroshard.train.config import DataConfig, UserError
 from zeroshard.train.text import Document, Split, Texts, texts_of, would_read
@@ -71,7 +72,7 @@ def prepare(config: DataConfig) -> Path:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache))
+        partial = _new_folder(cache)
         try:
             _write_tokens(partial, _added(again, texts), names, config)
             if again.digest() != digest.digest():
@@ -88,6 +89,18 @@ def prepare(config: DataConfig) -> Path:
     except OSError as error:
         raise UserError(f"cannot write the tokens into {cache}: {in_words(error)}") from None
     return target
+
+
+def _new_folder(cache: Path) -> Path:
+    """A folder for tokens that are not complete, named by this process. Removes those that processes of this machine
+    have left because they were killed. (Other machines may use the same cache.)"""
+    me = Who.this()
+    mark = f".partial-{hashlib.sha256(me.host.encode()).hexdigest()[:16]}"
+    for left in cache.glob(f"{mark}-*") if me.host else ():
+        pid, started = map(int, left.name.split("-")[2:4])
+        if Who(me.host, pid, started, me.name).state == "ended":
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{mark}-{me.pid}-{me.started}-", dir=cache))
 
 
 def open_corpus(folder: Path, tokenizer: Tokenizer) -> Corpus:
