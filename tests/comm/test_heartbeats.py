@@ -230,7 +230,7 @@ def watched(rank: int, mark: Callable[[], Any]) -> None:
             stopped = told()
             wait_until(lambda stopped=stopped: told() > stopped)
         os.kill(pid, signal.SIGCONT)
-    current.wait_for_all("end", 1, range(3))
+    current.wait_for_all("end", range(3))
 
 
 def test_processes_speak_for_each_other() -> None:

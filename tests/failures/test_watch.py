@@ -351,6 +351,21 @@ def test_who_has_done_its_work_may_leave_before_the_others() -> None:
     assert (ended.statuses, ended.said) == ([0, 0, 0], "")
 
 
+def test_ranks_wait_for_each_other_also_in_a_second_group_with_another_store(tmp_path: Path) -> None:
+    """They waited for ever for the calls in the first group, of which the new store knows nothing."""
+
+    def check(rank: int) -> None:
+        for number in range(2):
+            zeroshard.init()
+            watch.wait_for_all()
+            watch.stop()
+            torch.distributed.destroy_process_group()
+            store = torch.distributed.FileStore(str(tmp_path / f"store-{number}"), 2)
+            torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+    run_ranks(check, 2, timeout=60)
+
+
 def test_started_twice_it_is_one() -> None:
     def rank_main(rank: int, mark: Callable[[], Any]) -> None:
         zeroshard.init()

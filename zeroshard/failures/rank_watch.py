@@ -194,18 +194,19 @@ class Watch:
         text = f"failed while waiting{f' in {wait.text}' if wait is not None else ''}: {lost}"
         return LostPeer(text, lost.cause, lost.found)
 
-    def wait_for_all(self, key: str, number: int, ranks: Sequence[int]) -> None:
-        """Wait until each of these ranks has called this `number` times, as long as the missing ones send heartbeats.
+    def wait_for_all(self, key: str, ranks: Sequence[int]) -> None:
+        """Wait until each of these ranks has called this as often, as long as the missing ones send heartbeats.
 
         Raises:
             LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
         """
-        everyone = len(ranks) * number
         missing = [rank for rank in ranks if rank != self.rank]
         pauses = Pauses(self.bell, 0.05)
         # Twice the timeout, so that this call does not give up first: the guard ends the process if the store does not
         # answer for the timeout.
         come = self.line.ask(partial(self._notices.count, key=key, by=1), 2 * self._heart.pace.timeout)
+        # By the store's count: that of this process may be of an earlier store. (All come before any comes again.)
+        everyone = -(-come // len(ranks)) * len(ranks)
         if come == everyone:
             self.ring(missing)
         while come < everyone:

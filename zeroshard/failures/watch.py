@@ -165,7 +165,7 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
         key = f"all {name} {in_short(everyone)}"
         number = HERE.begin(key)
         with HERE.waiting(Wait(key, number, everyone, "a wait for all ranks")):
-            watch.wait_for_all(key, number + 1, everyone)
+            watch.wait_for_all(key, everyone)
 
 
 class _Hooks:
