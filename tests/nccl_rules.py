@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from tests.patience import HANG
+
 GATHERED = {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16}
 GATHERED |= {torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 SUMMED = GATHERED - {torch.float8_e4m3fn, torch.float8_e5m2, torch.bool}
@@ -37,7 +39,7 @@ _CONNECTIONS = {"all_reduce": "tree", "all_to_all": "pairs"}
 _ISSUED = Counter[tuple[int, ...]]()
 """Global ranks -> how many collectives this process has issued in groups that span these, since the last one was made:
 these ranks may have failed before, at different places."""
-PATIENCE = 60.0
+PATIENCE = HANG
 """Seconds after which ranks that have not met in a first collective are taken for a deadlock."""
 
 

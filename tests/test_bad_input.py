@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import NUM_RANKS, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
-from tests.patience import AT_ONCE
 from tests.together import in_turn, on_ranks
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import MixedPrecision
@@ -205,10 +203,8 @@ def test_shard_refuses_on_every_rank_and_leaves_the_model_plain(num_ranks: int) 
             model = make_model(rank, num_ranks - 1)
             on_meta = name == "on the meta device"
             before = None if on_meta else state(model)
-            start = time.monotonic()
             with pytest.raises(ValueError, match=message):
                 zeroshard.shard(model, **arguments(rank, num_ranks - 1))
-            assert time.monotonic() - start < AT_ONCE
             if not on_meta:
                 expect_plain(model, before)
         model = make(Net)

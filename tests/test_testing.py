@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zeroshard
 from tests.kit import Job, same_bits, train, train_reference
-from tests.patience import AT_ONCE, wait_until
+from tests.patience import wait_until
 from zeroshard import testing
 from zeroshard.checkpoint import files
 from zeroshard.comm import joining
@@ -66,11 +66,9 @@ def test_the_first_rank_that_raises_is_reported_with_its_traceback() -> None:
             raise KeyError("the reason")
         dist.barrier()
 
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 1 raised:.*in run.*KeyError: 'the reason'") as caught:
-        run_ranks(run, 3)
+        run_ranks(run, 3, timeout=1e6, collective_timeout=1e6)  # nobody waits for that
     assert caught.value.rank == 1
-    assert time.monotonic() - start < AT_ONCE
 
 
 def test_other_errors_of_other_ranks_are_in_the_message() -> None:
@@ -121,13 +119,11 @@ def test_a_rank_that_is_killed_is_reported() -> None:
 def test_ranks_that_hang_are_named_and_ended() -> None:
     def run(rank: int) -> int:
         if rank == 1:
-            time.sleep(2 * AT_ONCE)
+            signal.pause()
         return rank
 
-    start = time.monotonic()
     with pytest.raises((TimeoutError, RankError), match="1"):
         run_ranks(run, 2, timeout=1.0)
-    assert time.monotonic() - start < AT_ONCE
 
 
 def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +134,11 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(tmp_path: Path, monkey
             wait_until(sleeps.exists)
         assert rank == 1, "first"
         sleeps.touch()
-        time.sleep(2 * AT_ONCE)
+        signal.pause()
 
     monkeypatch.setattr(testing, "_OTHERS_SECONDS", 0.1)
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 0 raised.*first.*rank 1 has been killed here"):
         run_ranks(run, 2)
-    assert time.monotonic() - start < AT_ONCE
 
 
 def test_no_rank_outlives_a_call_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +146,7 @@ def test_no_rank_outlives_a_call_that_is_interrupted(tmp_path: Path, monkeypatch
 
     def run(rank: int) -> None:
         (tmp_path / str(os.getpid())).touch()
-        time.sleep(10 * AT_ONCE)
+        signal.pause()
 
     def interrupted(*arguments: object) -> None:
         wait_until(lambda: len(os.listdir(tmp_path)) == 2)
@@ -229,7 +223,7 @@ def test_ranks_that_have_to_be_killed_are_shown(monkeypatch: pytest.MonkeyPatch)
 
     def waits_here(rank: int) -> None:
         os.write(here, b".")
-        time.sleep(100.0)
+        signal.pause()
 
     def wait_until_they_are_there(pids: dict[int, int], folder: Path, deadline: float) -> None:
         found = b""

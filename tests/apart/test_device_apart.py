@@ -152,7 +152,7 @@ def test_pieces_for_gpus_and_suites_pass_on_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.apart.one_interpreter", str(tmp_path / "report.md")]
     suites = [ROUND_TRIPS, WHOLE, LIFE] if EVERYTHING else SUITES
     variables = {**os.environ, "ZEROSHARD_TEST_DEVICE": apart.NAME}
-    found = subprocess.run([*command, *suites], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=600)
+    found = subprocess.run([*command, *suites], cwd=ROOT, env=variables, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr
     assert EVERYTHING or f"{len(SUITES)} passed" in found.stdout
     for name in PIECES:

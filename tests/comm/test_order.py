@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import zeroshard
 from tests.kit import Block, Net, loss_of_tokens, make, travelling
-from tests.patience import AT_ONCE
 from zeroshard.testing import run_ranks
 
 TRIALS, CONTROLS = (100, 20) if os.environ.get("ZEROSHARD_TEST_EVERYTHING") else (6, 3)
@@ -47,9 +45,9 @@ def paths(trial: int, num_ranks: int, *, skips: bool) -> list[tuple[int, ...]]:
     return [other if rank == odd else usual for rank in range(num_ranks)]
 
 
-def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple[str, float, bool]:
-    """The error's text ("" if none), its seconds, and whether main is unchanged. First `steps` steps with the same path
-    on all ranks: the prefetch that follows their order must not hide the difference."""
+def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple[str, bool]:
+    """The error's text ("" if none), and whether main is unchanged. First `steps` steps with the same path on all
+    ranks: the prefetch that follows their order must not hide the difference."""
     model = make(build)
     handle = zeroshard.shard(model, "zero3", units=Block, mesh=group)
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
@@ -59,20 +57,20 @@ def one_trial(rank: int, path: tuple[int, ...], group: Any, steps: int) -> tuple
         optimizer.step()
     before = [unit.main.weights.clone() for unit in handle.engine.units]
     model.path = path
-    said, start = "", time.monotonic()
+    said = ""
     try:
         optimizer.backward(loss_of_tokens(model, rank, 0, steps))
         optimizer.step()
     except RuntimeError as error:
         said = str(error)
     same = all(torch.equal(unit.main.weights, value) for unit, value in zip(handle.engine.units, before, strict=True))
-    return said, time.monotonic() - start, same
+    return said, same
 
 
 @pytest.mark.by_gloo
 @pytest.mark.parametrize("way", ["shared memory", "messages"])
 def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all trials every rank raises without a timeout, the message names both units, and nothing has been updated."""
+    """In all trials every rank raises, the message names both units (no timeout does), and nothing has been updated."""
     if way == "messages":
         monkeypatch.delattr(os, "memfd_create", raising=False)
 
@@ -86,10 +84,10 @@ def test_another_path_on_one_rank_is_always_caught(way: str, monkeypatch: pytest
 
     found = run_ranks(check, 3)
     for trial, by_rank in enumerate(zip(*found, strict=True)):
-        for said, seconds, same in by_rank:
+        for said, same in by_rank:
             assert said.count("blocks.") == 2, (trial, by_rank)
             assert "same units in the same order" in said, (trial, said)
-            assert same and seconds < AT_ONCE, (trial, by_rank)
+            assert same, (trial, by_rank)
 
 
 def test_one_path_on_all_ranks_is_fine() -> None:
@@ -98,7 +96,7 @@ def test_one_path_on_all_ranks_is_fine() -> None:
     def check(rank: int) -> None:
         for trial in range(CONTROLS):
             path = paths(trial, 3, skips=True)[0]
-            said, _, same = one_trial(rank, path, None, steps=trial % 3)
+            said, same = one_trial(rank, path, None, steps=trial % 3)
             assert said == "" and not same
 
     run_ranks(check, 3)

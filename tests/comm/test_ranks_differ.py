@@ -54,7 +54,7 @@ def said_by_all(num_ranks: int, *runs: Callable[[int, Any], object]) -> list[str
                 said.append(str(error))
         return said
 
-    first, *others = run_ranks(catch, num_ranks, timeout=300.0, collective_timeout=HANG)
+    first, *others = run_ranks(catch, num_ranks, collective_timeout=HANG)
     for other in others:
         assert other == first
     return first

@@ -38,7 +38,7 @@ def summed(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Tensor
     def from_before(self: PairwiseTransport, axis: Axis, values: Tensor, distance: int) -> Tensor:
         mail[axis.rank, (axis.rank + distance) % num_ranks].put(values.clone())
         sent[axis.rank] += values.nbytes
-        return mail[(axis.rank - distance) % num_ranks, axis.rank].get(timeout=60)
+        return mail[(axis.rank - distance) % num_ranks, axis.rank].get()
 
     def run(rank: int) -> None:
         axis = Axis(None, rank, tuple(range(num_ranks)))  # type: ignore[arg-type]

@@ -40,7 +40,6 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.timeout(1200)
 def test_each_benchmark_runs(name: str, tmp_path: Path) -> None:
     if name == "precision_curves" and not EVERYTHING:
         pytest.skip("runs the trainer 13 times: make test-everything")

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from tests.kit import Block, Net, largest_difference, loss_of_tokens, make
+from tests.patience import HANG
 from zeroshard.integrations import Sharding
 from zeroshard.integrations.sharding import is_retired, trained_state
 from zeroshard.testing import run_ranks
@@ -190,7 +191,7 @@ def test_ranks_may_generate_until_they_are_done() -> None:
             handle.close()
             assert say(model) == say(copy.deepcopy(model)) == say(plain)
 
-    run_ranks(check, 2, collective_timeout=60)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 def test_tied_weights_are_one_tensor_in_what_is_saved() -> None:

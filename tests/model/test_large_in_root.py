@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroshard
 from tests.grids import EVERYTHING, at
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, State, loss_of_tokens, make, same_bits, travelling
+from tests.patience import HANG
 from tests.planning.models import Planned
 from tests.planning.test_plan import expect_measured, expect_planned
 from tests.together import Together, in_turn, on_ranks
@@ -297,7 +298,7 @@ def test_nobody_waits_for_root_parts_inside_of_a_backward(way: str, num_ranks: i
         return waits.inside
 
     with travelling(way):
-        assert all(not inside for inside in run_ranks(check, num_ranks, collective_timeout=60))
+        assert all(not inside for inside in run_ranks(check, num_ranks, collective_timeout=HANG))
 
 
 @pytest.mark.by_gloo

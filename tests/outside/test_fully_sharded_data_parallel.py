@@ -26,6 +26,7 @@ from tests.outside.common import (
     state_of,
     under_all_plans,
 )
+from tests.patience import HANG
 from tests.together import on_ranks
 from zeroshard.placement import Plan
 from zeroshard.testing import run_ranks
@@ -101,7 +102,7 @@ def test_what_hooks_in_backward_may_not_call() -> None:
                     assert len(errors) == 1 and "inside of a backward" in errors[0]
                     expect_same_bits([expected, found])
 
-    run_ranks(check, 2, collective_timeout=60)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 @pytest.mark.parametrize("call", ["optimizer.step", "zero_grad", "clip_grad_norm_", "clip_grad_value_"])
@@ -136,7 +137,7 @@ def test_what_hooks_in_the_backward_of_torch_ddp_may_not_call(call: str) -> None
         model(numbers(4, 0, 2)).square().sum().backward()
         assert len(errors) == 1
 
-    run_ranks(check, 2, collective_timeout=60)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 @on_ranks(2)

@@ -104,7 +104,6 @@ def job_for(name: str, key: str, schedule: str) -> Job:
     )
 
 
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_elementwise_optimizers_in_every_precision_and_plan(num_ranks: int) -> None:
     cases = at(CASES, num_ranks)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.grids import EVERYTHING
+from tests.patience import HANG
 from zeroshard.testing import expect_same_logs, run_ranks
 
 DOCUMENTED = re.compile(
@@ -159,7 +160,7 @@ class Run:
         adam = draw.random() < 0.5
         options: dict[str, Any] = {"lr": 0.01, "eps": 1e-3} if adam else {"lr": 0.05, "momentum": 0.9}
         cls: Any = torch.optim.AdamW if adam else torch.optim.SGD
-        limit = timedelta(seconds=30)  # ranks may wait for a rank that has refused and gone on to the next case
+        limit = timedelta(seconds=HANG)  # ranks may wait for a rank that has refused and gone on to the next case
         group = (
             None if rank is None else dist.new_group(list(range(num_ranks)), limit)
         )  # so that a refusal leaves no trace
@@ -313,8 +314,8 @@ def compare(seeds: list[int], num_ranks: int) -> Counter[str]:
     Raises:
         AssertionError: names the seeds of cases that differ, or were refused for another reason.
     """
-    expected = run_ranks(plain, 1, seeds, num_ranks, timeout=600, collective_timeout=60)[0]
-    found = run_ranks(sharded, num_ranks, seeds, num_ranks, timeout=600, collective_timeout=60)
+    expected = run_ranks(plain, 1, seeds, num_ranks, collective_timeout=HANG)[0]
+    found = run_ranks(sharded, num_ranks, seeds, num_ranks, collective_timeout=HANG)
     outcomes: Counter[str] = Counter()
     problems = []
     for number, wanted in enumerate(expected):
@@ -350,7 +351,6 @@ def cases() -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seeds", "num_ranks"), cases(), ids=lambda value: str(value if isinstance(value, int) else value[0])
 )

@@ -54,10 +54,7 @@ if TYPE_CHECKING:
         vit,
     )
 
-pytestmark = [
-    pytest.mark.timeout(300),  # many jobs may share the cores
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 
 STEPS = 5 if EVERYTHING else 2
 """The second step uses optimizer state, and buffers that the first has used and released."""

@@ -21,7 +21,7 @@ from torch import nn
 import zeroshard
 from tests.failures.common import Ranks
 from tests.kit import PLANS, Block, Net, loss_of_tokens, make
-from tests.patience import AT_ONCE, give_up_after
+from tests.patience import AT_ONCE, HANG, give_up_after
 from zeroshard.comm.messages import Announcement
 from zeroshard.failures import rank_watch
 from zeroshard.model import units
@@ -57,7 +57,7 @@ def begin(plan: Any, **options: Any) -> tuple[Any, Any, Any]:
     return model, handle, optimizer
 
 
-LONG = timedelta(seconds=60)
+LONG = timedelta(seconds=HANG)
 
 
 def flag(name: str) -> str:
@@ -99,7 +99,7 @@ def test_it_waits_for_nobody_wherever_this_rank_has_failed() -> None:
             gc.collect()
             assert gone() is None
 
-    run_ranks(check, 2, collective_timeout=60.0)
+    run_ranks(check, 2, collective_timeout=HANG)
 
 
 @pytest.mark.by_gloo
