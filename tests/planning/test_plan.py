@@ -235,7 +235,7 @@ def expect_cases(num_ranks: int, model: str, *, low_bit: bool) -> None:
     every = [*SELECTED, *(itertools.product(*PROVEN) if EVERYTHING else ())]
     of_these = [case for case in every if case[-1] == num_ranks and (case[1] == LOW_BIT) == low_bit]
     cases = [(case,) for case in of_these if model in ("", case[0])]
-    run_ranks(in_turn(expect_case, cases), num_ranks, timeout=3600)
+    run_ranks(in_turn(expect_case, cases), num_ranks)
     print(f"{len(cases)} configurations on {num_ranks} ranks: planned and measured are equal; {model}")
 
 
