@@ -98,8 +98,9 @@ test-gpu:
 test-everything: $(STAMP)
 	ZEROSHARD_TEST_EVERYTHING=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) --timeout 7200 -rP \
 		tests/runtime tests/step tests/comm tests/storage $(wildcard tests/test_*.py) \
-		tests/checkpoint/test_frozen_state.py tests/checkpoint/test_low_bit.py tests/parity tests/model tests/gpu \
-		tests/planning tests/outside tests/real_models tests/train tests/documents tests/integrations
+		$(addprefix tests/checkpoint/test_,conjugated.py frozen_state.py low_bit.py own_state_dicts.py) tests/parity \
+		tests/model tests/gpu tests/planning tests/outside tests/real_models tests/train tests/documents \
+		tests/integrations tests/cli/test_cli.py
 
 test-hosts: $(STAMP)
 	$(BIN)/python -m pytest -m hosts -s tests/hosts
