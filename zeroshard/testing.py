@@ -225,9 +225,8 @@ def _told_by(errors: Sequence[Path], stacks: str) -> tuple[int, str, str]:
         text, in_short = pickle.loads(path.read_bytes())
         ranks_of.setdefault(in_short, []).append(int(path.name.split("-")[1]))
         texts.append(text)
-    (first, *_), *others = ranks_of.values()
-    shown = zip(others, [*ranks_of][1:], strict=True)
-    also = "".join(f"\nrank {', '.join(map(str, ranks))} raised:\n{in_short}" for ranks, in_short in shown)
+    (_, (first, *_)), *others = ranks_of.items()
+    also = "".join(f"\nrank {', '.join(map(str, ranks))} raised:\n{in_short}" for in_short, ranks in others)
     return first, texts[0], also + stacks
 
 

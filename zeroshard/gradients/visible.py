@@ -141,8 +141,7 @@ class VisibleGradients:
             if parameter.grad is not None:
                 continue
             view = views[index] if views and _takes(parameter, grads) else None
-            is_shown = view is not None and not self.had_graphs
-            gradient = view if view is not None and is_shown else self._without_values.sharded[unit][index]
+            gradient = self._without_values.sharded[unit][index] if view is None or self.had_graphs else view
             yield index, gradient, None if index in grads.present else view
 
     def withdraw(self) -> None:
