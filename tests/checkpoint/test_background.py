@@ -301,7 +301,8 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
     else:
         assert statuses[1] == 1, "the forked program leaves by os._exit, with its own status"
         message = "a save in the background failed: step 4 was not saved: rank 1: OSError: the disk is gone"
-        assert message in errors[0] and errors[1] == f"zeroshard: {message}\n", errors
+        ours = [line for line in errors[1].splitlines() if line.startswith("zeroshard")]  # torch may tell of the store
+        assert message in errors[0] and ours == [f"zeroshard: {message}"] and "Traceback" not in errors[1], errors
         assert (tmp_path / "steps1").read_text() == "open until the interpreter ends, a handler\n"
         assert os.listdir(tmp_path / "steps") == []
 
