@@ -13,7 +13,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -88,6 +88,14 @@ DESCRIPTIONS: dict[str, Callable[[Any], Any]] = {
 }
 MESSAGE = r"parameter blocks\.1\.up\.weight are not here, as no module of its unit runs \(unit blocks\.1\)"
 TOKENS = torch.zeros(1, 2, dtype=torch.long)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_that_raise_are_waited_for_briefly() -> Iterator[None]:
+    """torch waits five seconds for a `DataLoader` worker that has raised."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+        yield
 
 
 def line_of(error: BaseException) -> str:
