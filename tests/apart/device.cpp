@@ -435,9 +435,36 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
 
-#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+// Autocast, boxed: one function for each of the three lists of operations of torch. (A function of its own for each
+// operation, as torch's macros make them, takes as long to compile as all of the rest.)
+enum class Casts { kLower, kFp32, kWidest };
+
+template <Casts CASTS>
+void cast_and_call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard without(c10::DispatchKey::AutocastPrivateUse1);
+  const size_t first = stack->size() - op.schema().arguments().size();
+  auto dtype = CASTS == Casts::kFp32 ? at::kFloat : at::autocast::get_lower_precision_fp_from_device_type(kDevice);
+  const auto of_each = [&](const auto& act) {
+    for (size_t i = first; i < stack->size(); ++i) {
+      auto& value = (*stack)[i];
+      if (value.isTensor() && value.toTensor().defined()) value = act(value.toTensor());
+      if (!value.isTensorList()) continue;
+      auto tensors = value.toTensorVector();
+      for (auto& tensor : tensors) tensor = act(tensor);
+      value = tensors;
+    }
+  };
+  if (CASTS == Casts::kWidest)
+    of_each([&](const at::Tensor& tensor) { return dtype = at::autocast::prioritize(dtype, tensor, kDevice), tensor; });
+  of_each([&](const at::Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); });
+  op.callBoxed(stack);
+}
+
+#define NAME_OF(OP, ...) "aten::" #OP __VA_OPT__("." #__VA_ARGS__)
+#define CAST(CASTS, NAME) m.impl(NAME, torch::CppFunction::makeFromBoxedFunction<&cast_and_call<Casts::CASTS>>());
+#define LOWER(...) CAST(kLower, NAME_OF(__VA_ARGS__))
+#define FP32(...) CAST(kFp32, NAME_OF(__VA_ARGS__))
+#define PROMOTE(...) CAST(kWidest, NAME_OF(__VA_ARGS__))
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_LOWER_PRECISION_FP(LOWER)
   AT_FORALL_FP32(FP32)
