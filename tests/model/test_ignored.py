@@ -158,6 +158,28 @@ def test_what_else_a_handle_does_leaves_them_alone(tmp_path: Path) -> None:
     run_ranks(check, 2)
 
 
+class Owned(nn.Sequential):
+    """Other experts on each rank: of other names, of other shapes, on rank 0 or on rank 1 only."""
+
+    def __init__(self, rank: int, kind: str) -> None:
+        super().__init__(make(lambda: nn.Linear(12, 12)))
+        if kind in ("names", "shapes") or kind == str(rank):
+            self.add_module(f"of_{rank}" if kind == "names" else "expert", nn.Linear(12, 5 + rank * (kind == "shapes")))
+
+
+def test_each_rank_has_its_own_from_a_checkpoint(tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        for kind in ("names", "shapes", "0", "1"):
+            first, then = Owned(rank, kind), Owned(rank, kind)
+            handles = [zeroshard.shard(model, "zero3", ignored=[*model][1:]) for model in (first, then)]
+            zeroshard.save(tmp_path / kind, handles[0], step=1)
+            loaded = zeroshard.load(tmp_path / kind, handles[1])
+            assert not loaded.missing and not loaded.unexpected
+            assert same_bits(handles[1].full_state_dict(), handles[0].full_state_dict())
+
+    run_ranks(check, 2)
+
+
 def test_one_that_is_checked_or_filled_from_nothing(tmp_path: Path) -> None:
     def check(rank: int) -> None:
         for source in ("function", "file"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.contents import Extra
 from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
+from zeroshard.checkpoint.rank_state import own_buffers
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import (
     names_of,
@@ -83,16 +84,21 @@ def compare(
 
 
 def under_names_here(reader: Reader, engine: Engine) -> Manifest:
-    """The manifest of an open step, with tied parameters under the engine's names. A parameter with several names may
-    be stored under any or all of them.
+    """The manifest of an open step, with this rank's own buffers in the place of rank 0's (if the number of ranks is
+    the same), and with tied parameters under the engine's names. A parameter with several names may be stored under any
+    or all of them.
 
     Raises:
         CheckpointError: names that are one parameter here have different values in the checkpoint.
     """
-    here, manifest = engine.tied(), reader.manifest
+    here, manifest, world = engine.tied(), reader.manifest, engine.collectives.mesh.world
     tensors, values = dict(manifest.tensors), manifest.values
+    if values.get("world_size") == world.size and (own := own_buffers(reader, world.rank)) is not None:
+        for name in own_buffers(reader, 0) or ():
+            tensors.pop(f"model/{name}", None)
+        tensors |= {f"model/{name}": entry for name, entry in own.items()}
     if not here:
-        return manifest
+        return replace(manifest, tensors=tensors)
     state = saved_entries(manifest)
     for alias, name in here.items():
         prefixes = ["model", *(f"{one.kind}/{one.key}" for one in state.get(alias, []))]

@@ -8,7 +8,7 @@ optimizer/..., scalar/..., number/..., value/...   the optimizer's state (`saved
                                 turns
 group/<optimizer>/<group>/...   tensors that are hyper-parameters; written by rank 0
 rank/<r>/state                  JSON as bytes: the random state of that rank; and its buffers and `extra`, if they
-                                differ from rank 0's
+                                differ from rank 0's (then rank 0's has the names of its buffers)
 extra/..., rank/<r>/...         tensors inside these
 """
 

@@ -7,12 +7,13 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.manifest import CheckpointError
+from zeroshard.checkpoint.manifest import CheckpointError, TensorEntry
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.writer import Item
 from zeroshard.errors import InvalidValue
@@ -77,22 +78,40 @@ def read_blob(reader: Reader, name: str, what: str) -> Any:
     Raises:
         CheckpointError: `what` is damaged.
     """
-    stored = reader.tensor(name)
-    try:
-        return decode(json.loads(bytes(stored.tolist())), reader.tensor)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{what} is damaged: {str(error)[:200]}") from None
+    with _damaged(what):
+        return decode(_json(reader, name), reader.tensor)
 
 
 def rank_state(reader: Reader, rank: int) -> dict[str, Any]:
-    """The values that are stored for one rank; empty if there was no such rank."""
+    """The values that are stored for one rank, without its buffers; empty if there was no such rank."""
+    with _damaged(f"the state of rank {rank}"):
+        stored = {key: value for key, value in _of_rank(reader, rank).items() if key != "buffers"}
+        return {key: decode(value, reader.tensor) for key, value in stored.items()}
+
+
+def own_buffers(reader: Reader, rank: int) -> dict[str, TensorEntry] | None:
+    """The tensors that have a rank's buffers and ignored parameters, by the names of these. None: they are those of
+    rank 0, or of all ranks."""
+    with _damaged(f"the state of rank {rank}"):
+        stored = _of_rank(reader, rank).get("buffers")
+        return None if stored is None else {name: decode(one, reader.entry) for name, one in stored.items()}
+
+
+def _of_rank(reader: Reader, rank: int) -> dict[str, Any]:
     name = f"rank/{rank}/state"
-    if name not in reader.manifest.tensors:
-        return {}
-    state = read_blob(reader, name, f"the state of rank {rank}")
-    if not isinstance(state, dict):
-        raise CheckpointError(f"the state of rank {rank} is damaged")
-    return state
+    return dict(_json(reader, name)) if name in reader.manifest.tensors else {}
+
+
+def _json(reader: Reader, name: str) -> Any:
+    return json.loads(bytes(reader.tensor(name).tolist()))
+
+
+@contextmanager
+def _damaged(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError, AttributeError) as error:
+        raise CheckpointError(f"{what} is damaged: {str(error)[:200]}") from None
 
 
 def random_state() -> dict[str, Any]:

@@ -112,17 +112,17 @@ def _unstepped(optimizer: ShardedOptimizer) -> list[nn.Parameter]:
 
 
 def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> None:
-    """Restore buffers, extra states, hyper-parameters, loss scales, `extra` and random state. If buffers or `extra`
-    differed between ranks, each rank takes its own if the number of ranks is the same, else rank 0's. A rank takes the
-    random state of the same rank, if there was one."""
+    """Restore buffers (each rank's own are in the manifest already, see `under_names_here`), extra states,
+    hyper-parameters, loss scales, `extra` and random state. If `extra` differed between ranks, each rank takes its own
+    if the number of ranks is the same, else rank 0's. A rank takes the random state of the same rank, if there was
+    one."""
     world, values = engine.collectives.mesh.world, reader.manifest.values
     own = rank_state(reader, world.rank)
     same = own if values.get("world_size") == world.size else {}
     with_extra_state = engine.plain.extra_states()
     for name, value in engine.unsharded_state().items():
         if f"model/{name}" in reader.manifest.tensors:
-            mine = same.get("buffers", {}).get(name)
-            found = reader.tensor(f"model/{name}") if mine is None else mine
+            found = reader.tensor(f"model/{name}")
             with_extra_state[name].set_extra_state(found) if name in with_extra_state else value.copy_(found)
     for name, parameter in engine.untaken.items():
         if f"model/{name}" in reader.manifest.tensors:

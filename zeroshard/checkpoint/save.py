@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,6 +53,7 @@ from zeroshard.failures.whereabouts import SAVES
 from zeroshard.full_model.unsharded import expect_none_written
 from zeroshard.handle import Handle
 from zeroshard.io.logger import LOGGER, tell
+from zeroshard.io.values import encode
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
@@ -228,7 +229,8 @@ class _Save:
         if len({of_rank[0] for of_rank in found}) > 1:
             raise InvalidValue(f"the ranks save different steps: {[of_rank[0] for of_rank in found]}")
         unique = found[0][1]
-        same = [mine == first for mine, first in zip(found[world.rank][2:], found[0][2:], strict=True)]
+        compared = found if world.rank == 0 else [found[world.rank]]
+        same = [all(of_rank[2 + kind] == found[0][2 + kind] for of_rank in compared) for kind in range(2)]
         # 2. Every rank plans its file, to the byte.
         file, sizes = on_all_ranks(self.engine, "save", partial(self._plan, own, same, unique, copy), (InvalidValue,))
         values = {**own.values, "extra": own.extra.values, "world_size": world.size}
@@ -267,7 +269,7 @@ class _Save:
     @phase("save: plan")
     def _plan(self, own: _Own, same: list[bool], unique: str, copy: bool) -> tuple[FilePlan, Sizes]:
         """The plan of this rank's file; and for the exchange: its sizes. `same`: whether `extra`, and whether the
-        buffers, equal rank 0's."""
+        buffers, equal rank 0's; on rank 0, whether those of all ranks do."""
         rank = self.engine.collectives.mesh.world.rank
         items = [*own.items, *self._unsharded(rank, own, same)]
         metadata = file_metadata(self.step, unique, rank)
@@ -279,8 +281,11 @@ class _Save:
         alone: dict[str, Any] = {}
         if rank == 0:
             yield from own.extra.items()
-            for name, value in self.engine.unsharded_state().items():
-                yield whole(f"model/{name}", value)
+            buffers = {f"model/{name}": value for name, value in self.engine.unsharded_state().items()}
+            yield from starmap(whole, buffers.items())
+            if not same[1]:  # ranks whose ignored parameters have other names tell rank 0's by these
+                names = iter(buffers)
+                alone["buffers"] = encode(self.engine.unsharded_state(), lambda _: next(names), "the model's buffers")
         else:
             for key, encoded, is_same in (("extra", own.extra, same[0]), ("buffers", own.buffers, same[1])):
                 if not is_same:

@@ -85,8 +85,8 @@ def _can_be_key(value: object) -> bool:
     return math.isfinite(value) if isinstance(value, float) else isinstance(value, (str, int, type(None)))
 
 
-def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of `encode`. `tensor`: name -> tensor.
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The inverse of `encode`. `tensor`: name -> tensor, or what is to be in its place.
 
     Raises:
         CheckpointError: the JSON cannot be the result of `encode`.
