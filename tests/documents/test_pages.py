@@ -16,6 +16,7 @@ from torch import nn
 import zeroshard
 from tests.grids import EVERYTHING
 from tests.house.pages import CONTINUES, OWN, blocks, commands, sides, sides_of_the_readmes_diff
+from tests.kit import same_bits
 from zeroshard.cli.main import run
 from zeroshard.testing import run_ranks
 
@@ -64,6 +65,24 @@ def run_continued(rank: int, page: str, folder: str) -> int:
 @pytest.mark.parametrize("page", CONTINUES)
 def test_examples_run_one_after_the_other(page: str, tmp_path: Path) -> None:
     assert min(run_ranks(run_continued, CONTINUES[page], page, str(tmp_path))) > 0
+
+
+def tutorial(rank: int, folder: str, changes: tuple[str, str], last: str) -> dict[str, torch.Tensor]:
+    """The weights after the tutorial's examples, up to the one with `last` in it."""
+    os.chdir(folder)
+    names: dict[str, Any] = {}
+    for block in blocks("docs/tutorial.md", "python"):
+        if block.is_run:
+            exec(block.text.replace(*changes), names)
+        if last in block.text:
+            break
+    return dict(names["handle"].full_state_dict())
+
+
+def test_the_tutorials_resumed_run_has_the_bits_of_one_that_was_never_stopped(tmp_path: Path) -> None:
+    resumed = run_ranks(tutorial, 2, str(tmp_path), ("", ""), "train(loaded.step, 4)")
+    whole = run_ranks(tutorial, 2, str(tmp_path), ("train(0, 2)", "train(0, 4)"), "train(0, 2)")
+    assert all(map(same_bits, resumed, whole))
 
 
 SHORTER = {} if EVERYTHING else {"torch.randn(512, 16": "torch.randn(64, 16"}
