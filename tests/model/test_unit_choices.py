@@ -157,6 +157,10 @@ def test_bad_groups(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             zeroshard.shard(make(THREE), "zero3", units=Block, keep_gathered=keep)
+    other: Any
+    for other in (8, nn.Linear(1, 1), [nn.Linear(1, 1)]):  # a number is the size of a smaller mesh in FSDP
+        with pytest.raises(ValueError, match="keep_gathered takes classes and names"):
+            zeroshard.shard(make(THREE), "zero3", units=Block, keep_gathered=other)
 
 
 @pytest.mark.by_cpu

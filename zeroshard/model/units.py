@@ -497,12 +497,18 @@ def kept_gathered(modules: Modules, specs: Sequence[UnitSpec], keep: KeepGathere
     """The same units, with `stays` set for those that keep their weights from forward to backward.
 
     Raises:
-        ValueError: a pattern that matches no unit.
+        ValueError: a pattern that is none, or matches no unit.
     """
     if isinstance(keep, bool):
         return [replace(spec, stays=keep) for spec in specs]
     result = list(specs)
-    for pattern in [keep] if isinstance(keep, (str, type)) else keep:
+    patterns = [keep] if isinstance(keep, (str, type)) else list(keep) if isinstance(keep, Iterable) else [keep]
+    for pattern in patterns:
+        if not isinstance(pattern, (str, type)):
+            raise InvalidValue(
+                "keep_gathered takes classes and names of units, or True for all of them (weights over a smaller mesh, "
+                f"as FSDP has them, are a mesh of replicas); found an object of type {type(pattern).__name__}"
+            )
         matching = [
             any(matches(pattern, path, modules[path]) for path in (*spec.calls, *spec.gathered_by)) for spec in result
         ]
