@@ -17,11 +17,12 @@ from torch import nn
 
 import zeroshard
 from tests.cli.test_commands import said
+from tests.planning.test_replay import Nested, inside, loss_of, tokens
 from tests.report.common import PLANS, RANKS, START, facts, forecasts, write_run
 from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.planner import Bytes
-from zeroshard.planning import Configuration, Forecast
+from zeroshard.planning import Configuration, Forecast, Workload
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import (
     Report,
@@ -94,6 +95,20 @@ def test_each_point_of_a_curve_is_what_is_planned_for_so_many_ranks(device: str)
         for point in curve.points:
             of_point = zeroshard.plan(model, Configuration(plan=curve.plan, ranks=point.ranks, **options))
             assert (point.at_rest, point.at_most) == (of_point.at_rest.sum, of_point.peak), (curve.plan, point.ranks)
+
+
+def test_units_that_are_gathered_apart_are_in_the_curves() -> None:
+    """The curves left them out."""
+    with torch.device("meta"):
+        model = inside()
+    batch = Workload(tokens, loss_of)
+    options: dict[str, Any] = {"units": Nested, "device": "cpu", "transport": "native", "workload": batch}
+    planned = zeroshard.plan(model, Configuration(ranks=2, **options))
+    assert planned.training.gathered_apart
+    for curve in facts_of("net", [planned]).curves:
+        for point in curve.points[:4]:
+            there = zeroshard.plan(model, Configuration(plan=curve.plan, ranks=point.ranks, **options))
+            assert (point.at_rest, point.at_most) == (there.at_rest.sum, there.peak), (curve.plan, point.ranks)
 
 
 def test_the_page_has_the_numbers_of_the_facts() -> None:

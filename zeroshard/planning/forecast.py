@@ -10,13 +10,15 @@ from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
 from zeroshard.model.units import UnitSpec
-from zeroshard.planner import Bytes, Training, fullest_rank
+from zeroshard.placement import Plan
+from zeroshard.planner import Bytes, Topology, Training, fullest_rank
 from zeroshard.planning.activations import Trace
 from zeroshard.planning.configuration import Configuration
 from zeroshard.planning.disk import Checkpoint
 from zeroshard.planning.hints import MACHINE, WORTH_IT, Gathers, Hint, shards_to_use
 from zeroshard.planning.moments import Moment
 from zeroshard.planning.time_model import Machine, Span, StepModel, StepTime, as_machine, message_seconds
+from zeroshard.planning.traffic import Gathered
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,14 @@ class Forecast:
     trace: Trace | None = None
     moments: tuple[Moment, ...] = ()
     looked_up: frozenset[str] = frozenset()
+
+    def elsewhere(self, plan: Plan, topology: Topology) -> Training:
+        """The same units and optimizer under another plan, or on another mesh."""
+        of, chosen = self.training, self.configuration
+        there = Training.of(topology.units(self.chosen), plan, topology, of.optimizer)
+        calls = None if self.trace is None else self.trace.calls
+        gathered = Gathered.of(there, chosen.micro_batches, calls, no_sync=chosen.accumulates_locally)
+        return replace(there, gradients=of.gradients, gathered_apart=gathered.apart)
 
     @property
     def file_bytes(self) -> int:

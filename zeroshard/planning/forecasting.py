@@ -51,7 +51,8 @@ def plan(model: nn.Module, configuration: Configuration | None = None) -> Foreca
         training, needs, workload = of.training, of.needs, found.workload
         trace = None if workload is None else workload.trace(model, of.specs, found.precision, found.device)
     counts = _counts(training, needs, found)
-    gathered = Gathered.of(training, counts, None if trace is None else trace.calls)
+    calls = None if trace is None else trace.calls
+    gathered = Gathered.of(training, found.micro_batches, calls, no_sync=found.accumulates_locally)
     order = () if trace is None else tuple(gradient.name for gradient in trace.gradients)
     training = replace(training, gradients=order, gathered_apart=gathered.apart)
     phases, of_step = of.phases_of(found, training), tuple[Moment, ...]()

@@ -90,14 +90,14 @@ class Gathered:
     apart: frozenset[str]
 
     @classmethod
-    def of(cls, training: Training, counts: StepCounts, calls: Calls | None) -> Self:
+    def of(cls, training: Training, micro_batches: int, calls: Calls | None, *, no_sync: bool) -> Self:
         """`calls`: as recorded; None: as assumed."""
         if training.plan.weights is not SHARDED or training.topology.num_shards == 1:
             return cls(Counter(), frozenset())
-        units, stay = training.units, _places_that_stay(training, counts)
+        units, stay = training.units, _places_that_stay(training, no_sync=no_sync)
         calls = assumed_calls(units) if calls is None else calls
-        key = "gathers", _alike(units), frozenset(stay), counts.micro_batches, calls.events
-        found, apart = once(key, (), lambda: _replayed(units, calls, counts.micro_batches, stay))
+        key = "gathers", _alike(units), frozenset(stay), micro_batches, calls.events
+        found, apart = once(key, (), lambda: _replayed(units, calls, micro_batches, stay))
         events = Counter[CommEvent]()
         for number, phase, times in found:
             events[_gather(units[number], phase, units[number].spec.weight_dtype)] += times
@@ -164,12 +164,12 @@ def assumed_calls(units: Sequence[PlannedUnit]) -> Calls:
     return Calls((*events, Event("end", 0, 0, -1), *reversed(grads)), number_of)
 
 
-def _places_that_stay(training: Training, counts: StepCounts) -> set[int]:
+def _places_that_stay(training: Training, *, no_sync: bool) -> set[int]:
     """The numbers of the pool buffers of weights that stay held through a step (on a CPU, if they are small): what a
     frozen unit has gathered there stays valid."""
     if training.topology.device_type != "cpu":
         return set()
-    buffers = training.pool(no_sync=counts.micro_batches > counts.reductions)
+    buffers = training.pool(no_sync=no_sync)
     rests = {id(buffer) for buffer in resting(buffers, training.topology.device_type)}
     of_weights = [buffer for buffer in buffers if buffer.kind == "ring"]
     return {number for number, buffer in enumerate(of_weights) if id(buffer) in rests}

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
-from zeroshard.placement import PLANS, Placement
-from zeroshard.planner import Bytes, PlannedUnit, Training
+from zeroshard.placement import PLANS, Placement, Plan
+from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
 from zeroshard.planning.forecast import Forecast
 from zeroshard.planning.moments import PHASES, Moment
+from zeroshard.planning.once import traced_once
 from zeroshard.planning.time_model import Span, StepTime
 
 SWEPT = 64
@@ -192,7 +193,7 @@ def facts_of(model: str, forecasts: Sequence[Forecast], machine: str | None = No
     """
     first = forecasts[0]
     planned = tuple(_planned(forecast, machine) for forecast in forecasts)
-    return Facts(model, first.num_parameters, planned, tuple(_curves(first)))
+    return Facts(model, first.num_parameters, planned, _curves(first))
 
 
 def _planned(forecast: Forecast, machine: str | None) -> Planned:
@@ -248,18 +249,20 @@ def _relative(unit: PlannedUnit) -> BufferLayout:
     return BufferLayout(slots, unit.layout.numel, unit.layout.num_shards)
 
 
-def _curves(forecast: Forecast) -> Iterator[Curve]:
+def _curves(forecast: Forecast) -> tuple[Curve, ...]:
     """Bytes per rank of each plan, against the number of ranks, with as many replicas as are planned."""
-    of, no_sync = forecast.training, forecast.configuration.accumulates_locally
-    topologies = [replace(of.topology, num_shards=number) for number in _numbers_of_shards(of.topology.num_shards)]
-    for name, plan in PLANS.items():
-        points = []
-        for topology in topologies:
-            one = Training.of(topology.units(forecast.chosen), plan, topology, of.optimizer)
-            one = replace(one, gradients=of.gradients)
-            ranks = topology.num_shards * topology.num_replicas
-            points.append(Point(ranks, one.held(no_sync=no_sync).sum, one.most(no_sync=no_sync)))
-        yield Curve(name, tuple(points))
+    own = forecast.training.topology
+    topologies = [replace(own, num_shards=number) for number in _numbers_of_shards(own.num_shards)]
+    with traced_once():
+        return tuple(
+            Curve(name, tuple(_point(forecast, plan, one) for one in topologies)) for name, plan in PLANS.items()
+        )
+
+
+def _point(forecast: Forecast, plan: Plan, topology: Topology) -> Point:
+    there, no_sync = forecast.elsewhere(plan, topology), forecast.configuration.accumulates_locally
+    ranks = topology.num_shards * topology.num_replicas
+    return Point(ranks, there.held(no_sync=no_sync).sum, there.most(no_sync=no_sync))
 
 
 def _numbers_of_shards(shards: int) -> list[int]:
