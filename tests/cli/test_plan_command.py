@@ -469,6 +469,8 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *arguments, "--machine", "node", "--modules", "--tokens", "64")
     assert "with activations and inputs" in text and "by a model; nothing was measured" in text
     assert any(line.split()[0] == "blocks.2.up" for line in text.splitlines() if line)
+    times = text.partition("by a model")[2].splitlines()
+    assert all("µs" in line and "0.0000" not in line for line in times if line.startswith("zero")), times
     usual, recomputed = (json.loads(said(capsys, *arguments, "--json", *more))[0] for more in ((), ("--recompute",)))
     assert usual["activations"]["inputs"] == 4 * 7 * 8
     assert recomputed["whole_peak"] < usual["whole_peak"] and usual["whole_peak"] > usual["phases"]["step"]["together"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from zeroshard.cli.terminal import say, table
 from zeroshard.planning import Candidate, Forecast, Hint
-from zeroshard.planning.in_words import in_units
+from zeroshard.planning.in_words import in_seconds, in_units
 
 _TABLE = ("plan", "precision", "ranks", "optimizer", "units")
 _BYTES = ("weights", "gradients", "main", "state", "transient", "at rest", "at most", "sent a step", "checkpoint")
@@ -120,14 +120,14 @@ def _units_of(forecast: Forecast) -> Iterator[tuple[str, int, int, int, str]]:
 
 
 def _show_times(forecasts: list[Forecast], machine: str) -> None:
-    say(f"seconds of a step on {machine}, by a model; nothing was measured")
+    say(f"time of a step on {machine}, by a model; nothing was measured")
     table((*_TABLE, *_TIMES), [(*_named(forecast), *_seconds(forecast, machine)) for forecast in forecasts])
 
 
 def _seconds(forecast: Forecast, machine: str) -> Iterator[str]:
     """The values of the columns in `_TIMES`."""
     time = forecast.time(machine)
-    yield from (f"{part:.4f}" for part in (*vars(time).values(), time.total))
+    yield from map(in_seconds, (*vars(time).values(), time.total))
 
 
 def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine: str | None, **_: Any) -> int:
@@ -164,7 +164,7 @@ def show_fit(candidates: list[Candidate], *, as_json: bool, budget: int, machine
         if beyond := _beyond([candidate.forecast for candidate in fitting], budget):
             say(f"\nthey fit in a step; {beyond}")
         if machine is not None:
-            say(f"\nseconds of a step on {machine}, by a model; nothing was measured")
+            say(f"\ntime of a step on {machine}, by a model; nothing was measured")
     if others:
         rows = [(*_named(c.forecast), *_run(c.forecast), c.reason) for c in others]
         table((*_TABLE, *_RUN, "why it does not fit"), rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeroshard.checkpoint.files import made
 from zeroshard.io.whole import write_together, write_whole
-from zeroshard.planning.in_words import in_units
+from zeroshard.planning.in_words import in_seconds, in_units
 from zeroshard.report import against_ranks, buffer_map, run_curves, stacked, step_flow, svg, time_lanes
 from zeroshard.report.facts import Facts, Planned, UnitMap
 from zeroshard.report.run_curves import Chart
@@ -229,7 +229,7 @@ class Report:
         if self.run is not None:
             seconds = _median([row.get("seconds") for row in self.run.steps])
             share = _median([row.get("communication_share") for row in self.run.steps])
-            note += f" Measured in this run: {time_lanes.seconds(seconds)} a step, {share:.0%} of it in collectives."
+            note += f" Measured in this run: {in_seconds(seconds)} a step, {share:.0%} of it in collectives."
         below = legend(time_lanes.LEGEND) + table(("part", "time"), time_lanes.rows(planned.timeline))
         picture = self._figure(f"{name}time", "", below=below + element("p", escaped(note), class_="note"))
         if self.run is not None and self.run.timeline is not None:

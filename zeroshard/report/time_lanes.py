@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from zeroshard.planning.in_words import in_seconds
 from zeroshard.planning.time_model import Span
 from zeroshard.report.facts import Timeline
 from zeroshard.report.run_timeline import MeasuredStep
@@ -48,7 +49,7 @@ def _draw(spans: Sequence[Span], total: float, name: str, width: int) -> str:
 
 def _bar(span: Span, scale: Scale, y: float) -> str:
     x, stop = scale(span.start), scale(span.stop)
-    words = title(f"{span.unit}, {span.phase}: {seconds(span.stop - span.start)}")
+    words = title(f"{span.unit}, {span.phase}: {in_seconds(span.stop - span.start)}")
     shape = {"x": x, "y": y, "width": max(0.4, stop - x - 0.6), "height": float(_BAR)}
     return element("rect", words, class_=f"span l-{span.lane} f-{span.phase}", **shape)
 
@@ -81,15 +82,7 @@ def _axis(scale: Scale, y: float, most: int) -> Iterator[str]:
     for value in ticks(0, scale.high, most):
         x = scale(value)
         yield line([(x, 4), (x, y - 4)], "grid")
-        yield label(x, y + 12, seconds(value), "middle quiet")
-
-
-def seconds(value: float) -> str:
-    """A time for people."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if value * factor >= 0.9995 or unit == "µs":
-            return f"{value * factor:.3g} {unit}" if value else "0"
-    raise AssertionError
+        yield label(x, y + 12, in_seconds(value), "middle quiet")
 
 
 LEGEND: Legend = (
@@ -105,18 +98,18 @@ LEGEND: Legend = (
 def measured_rows(step: MeasuredStep) -> Iterator[tuple[str, str]]:
     """Name and value of each part of a recorded step. The parts overlap."""
     for phase in ("forward", "backward", "step"):
-        yield f"in {phase}", seconds(step.covered("compute", phase=phase))
-    yield "messages in flight", seconds(step.covered("gathers", "reductions", "others"))
-    yield "in waits (exposed)", seconds(step.covered("waits"))
-    yield "the step", seconds(step.seconds)
+        yield f"in {phase}", in_seconds(step.covered("compute", phase=phase))
+    yield "messages in flight", in_seconds(step.covered("gathers", "reductions", "others"))
+    yield "in waits (exposed)", in_seconds(step.covered("waits"))
+    yield "the step", in_seconds(step.seconds)
 
 
 def rows(timeline: Timeline) -> Iterator[tuple[str, str]]:
     """Name and value of each part of the step's time."""
     time = timeline.time
-    yield "computation", seconds(time.compute)
-    yield "update", seconds(time.update)
-    yield "messages", seconds(time.communication)
-    yield "hidden behind computation", seconds(max(0.0, time.communication - time.exposed))
-    yield "exposed", seconds(time.exposed)
-    yield "the step", seconds(time.total)
+    yield "computation", in_seconds(time.compute)
+    yield "update", in_seconds(time.update)
+    yield "messages", in_seconds(time.communication)
+    yield "hidden behind computation", in_seconds(max(0.0, time.communication - time.exposed))
+    yield "exposed", in_seconds(time.exposed)
+    yield "the step", in_seconds(time.total)
