@@ -351,7 +351,7 @@ def test_ranks_wait_for_each_other_without_one_order(
     replaced: Any = {
         "begin": lambda schedule, task: None,
         "come_to": lambda schedule, number: None,
-        "visit_rest": lambda schedule, task: schedule.visit_from(0),
+        "visit_rest": lambda schedule, task: schedule.walk.visit_from(0),
     }
     monkeypatch.setattr(one_backward, without, replaced[without])
     with pytest.raises(RankError):

@@ -1,14 +1,13 @@
 """Replays which gathers a step starts under ZeRO-3, from the recorded calls of the model's modules (`calls.py`).
 
-`Gatherer` decides, as in the engine, what has to be gathered and what is gathered ahead. Its units have no weights
-here: they only count how often they are gathered. `Replay` tells it, as `runtime/schedule.py` does, which units a
-forward and a backward come to.
+`Gatherer` decides, as in the engine, what has to be gathered and what is gathered ahead, and `Walk` which units a
+backward comes to. Their units have no weights here: they only count how often they are gathered.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +18,10 @@ from zeroshard.comm.pending import Pending
 from zeroshard.model.paths import parent
 from zeroshard.planner import PlannedUnit
 from zeroshard.planning.calls import Calls, Event
-from zeroshard.runtime.calls import ToCome, Visit
+from zeroshard.runtime.calls import Visit
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.runtime.needs import NeededUnits
+from zeroshard.runtime.walk import Walk
 from zeroshard.storage.pool import PoolBuffer
 from zeroshard.storage.weights import Residency
 
@@ -106,22 +106,21 @@ class Replay:
         self._gatherer.during = lambda: "backward" if self._is_in_backward else "forward"
         self._needs = _needs(self._units, calls.number_of)
         self._events = [event for event in calls.events if event.module in self._needs]
-        self._is_in_backward = self._trains = False
-        self._to_come = ToCome()
+        self._task, self._trains = -1, False
+        self._walk = Walk(lambda: self._task, lambda unit, next_units: True)
+        self._walk.gatherer = self._gatherer
         self._running: list[tuple[int, _Needed]] = []
         self._made: dict[int, list[Visit]] = {}  # call -> its visits
-        self._at: dict[Any, int] = {}
-        self._checkpoint = 0
 
     def micro_batch(self) -> None:
         for event in self._events:
-            self._is_in_backward = event.task != -1
+            self._task = event.task
             {"begin": self._begin, "end": self._end, "grad": self._grad}[event.kind](event)
-        self._visit_from(0)
-        self._trains, self._checkpoint = False, 0
-        for records in (self._running, self._made, self._at):
-            records.clear()
-        self._to_come.end_backward()
+        self._walk.visit_from(0)
+        self._walk.end()
+        self._trains = False
+        self._running.clear()
+        self._made.clear()
         self._gatherer.end_backward()
 
     def gathered(self) -> Iterator[tuple[PlannedUnit, str, int]]:
@@ -129,6 +128,10 @@ class Replay:
         for unit in self._units:
             found, unit.weights.gathered = unit.weights.gathered, Counter()
             yield from ((unit.planned, phase, number) for phase, number in found.items())
+
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._task != -1
 
     @property
     def state(self) -> Hashable:
@@ -158,7 +161,9 @@ class Replay:
         self._running.append((event.call, needed))
         needed.running += 1
         if self._is_in_backward:
-            self._return_to(needed.units, event)
+            first = self._walk.to_come.run_again(needed.units)
+            if first and self._walk.begins(event.checkpoint):
+                self._walk.return_to(first)
         self._gatherer.enter(needed.units, needed.gathers)
 
     def _end(self, event: Event) -> None:
@@ -171,50 +176,19 @@ class Replay:
         around: dict[Any, None] = dict.fromkeys(unit for _, other in self._running for unit in other.units)
         if not event.makes_graph:
             for unit in free:
-                self._to_come.ran_without_grad(unit, frozenset(around.keys() | self._at.keys()))
+                self._walk.to_come.ran_without_grad(unit, frozenset(around.keys() | self._walk.at.keys()))
             return
         gathered = tuple(unit for unit in around if unit.weights.state is not Residency.SHARDED)
         visits = [Visit(unit, gathered, None, event.call) for unit in free]
         for unit in () if self._is_in_backward else free:
-            self._to_come.without_graph.pop(unit, None)
-        seen = {visit.unit for visit in self._to_come.visits} | self._at.keys() if self._is_in_backward else ()
-        self._to_come.add([visit for visit in visits if self._trains and visit.unit not in seen])
+            self._walk.to_come.without_graph.pop(unit, None)
+        if self._trains:
+            (self._walk.list_recomputed if self._is_in_backward else self._walk.to_come.add)(visits)
         self._made[event.call] = visits
 
     def _grad(self, event: Event) -> None:
-        visits = self._made.get(event.call)
-        if not visits:
-            return
-        units, around = [visit.unit for visit in visits], visits[0].around
-        waiting = self._to_come.where(visits)
-        if not waiting:
-            self._gatherer.enter_backward([*around, *units])
-            return
-        self._visit_from(waiting.stop, event.task)
-        self._to_come.drop(waiting.start)
-        self._come_to(units, around, event.task)
-
-    # Backward -----------------------------------------------------------------------------------------------------
-
-    def _return_to(self, units: Sequence[Any], event: Event) -> None:
-        """A reentrant checkpoint is about to recompute these."""
-        first = self._to_come.run_again(units)
-        if not first or event.checkpoint == self._checkpoint:
-            return
-        self._checkpoint = event.checkpoint
-        self._visit_from(max(map(self._to_come.begin_of, first)), event.task)
-        self._come_to([unit for unit in self._at if any(unit in one.inside for one in first)], (), event.task)
-
-    def _visit_from(self, first: int, task: int = 0) -> None:
-        while len(self._to_come.visits) > first:
-            visits = self._to_come.take(first)
-            self._come_to([visit.unit for visit in visits], visits[0].around, task)
-
-    def _come_to(self, units: Sequence[Any], around: Iterable[Any], task: int) -> None:
-        self._gatherer.gather_for_backward([*around, *units])
-        unfinished = {unit: of for unit, of in self._at.items() if of < task or unit in around}
-        self._at = dict.fromkeys(units, task) | unfinished
-        self._gatherer.enter_backward([*around, *units])
+        if visits := self._made.get(event.call):
+            self._walk.reach(visits)
 
 
 def _needs(units: Sequence[Any], number_of: Mapping[str, int]) -> dict[int, _Needed]:

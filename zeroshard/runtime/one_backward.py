@@ -26,6 +26,7 @@ import torch
 
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.runtime.reduce import Reducer
+from zeroshard.runtime.walk import Walk
 
 
 class Visiting(Protocol):
@@ -33,14 +34,13 @@ class Visiting(Protocol):
 
     Attributes:
         task: id of autograd's graph task of its backward; None: there is none.
+        walk: of its backward.
     """
 
     task: int | None
+    walk: Walk
     gatherer: Gatherer
     reducer: Reducer
-
-    def visit_from(self, first: int) -> None:
-        """Come to the visits from number `first` on, the newest first."""
 
     def visit_newer(self, number: int) -> None:
         """Come to all newer ones, and be done with them."""
@@ -97,4 +97,4 @@ def _visit_newer(models: Sequence[Visiting], number: int) -> None:
         for other in models:
             if other is not newest:  # as `come_to`, by which its peers may come there
                 other.visit_newer(newest.reducer.to_come.newest)
-        newest.visit_from(len(newest.reducer.to_come.visits) - 1)
+        newest.walk.visit_from(len(newest.reducer.to_come.visits) - 1)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import NotCopied
@@ -18,12 +17,13 @@ from zeroshard.model.right_call import expect_autograd
 from zeroshard.model.transforms import given_tensors, in_functional_call, under_transform, with_tangents
 from zeroshard.model.trees import differentiable
 from zeroshard.runtime import one_backward
-from zeroshard.runtime.calls import MOST_VISITS, Entry, Graph, ToCome, Trail, Trails, Visit, newest
+from zeroshard.runtime.calls import MOST_VISITS, Entry, Graph, Trail, Trails, Visit, newest
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.needs import Needed
 from zeroshard.runtime.reach import is_accumulated, is_reduced
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.runtime.running import End, Running
+from zeroshard.runtime.walk import Walk
 from zeroshard.runtime.weight_views import left_beside, without_views
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency
@@ -56,18 +56,17 @@ class Schedule(NotCopied):
         self.accumulates, self.num_modules = False, 0
         self.running = Running()
         self._entered: dict[Unit, Entry] = {}
-        self._to_come = ToCome()  # of the listed trails
+        self.walk = Walk(torch._C._current_graph_task_id, self._leave)  # through the listed trails
         self._trails = Trails()
         self._evaluates = False  # whether a call of the model runs that began without grad, so no backward comes to it
         self._trains = False  # whether a unit with trainable parameters has run since
-        self._recomputed: Node | None = None  # the reentrant checkpoint that recomputed last
-        self._at: dict[Unit, int] = {}  # units that backward is at -> id of the graph task that came there
         self._read_again: dict[Unit, int] = {}  # units that a second backward reads -> the number of their gather
 
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
-        reducer.to_come, gatherer.before_wait = self._to_come, reducer.read_peers
+        self.walk.gatherer = gatherer
+        reducer.to_come, gatherer.before_wait = self.walk.to_come, reducer.read_peers
 
     # Forward -----------------------------------------------------------------------------------------------------
 
@@ -127,15 +126,15 @@ class Schedule(NotCopied):
         kept_longer = (*in_scope, *(around := self.running.around()))
         left = left_beside(inputs, needed.reached, () if transformed else free, kept_longer)
         if not torch.is_grad_enabled():
-            if not self._to_come.visits:  # else the casts are those of a forward that backward will come to
+            if not self.walk.to_come.visits:  # else the casts are those of a forward that backward will come to
                 _forget_autocasts(self.gatherer.collectives.device)
-            inside = self.running.units() | self._at.keys()
+            inside = self.running.units() | self.walk.at.keys()
             for unit in () if evaluates else free:
-                self._to_come.ran_without_grad(unit, inside)
+                self.walk.to_come.ran_without_grad(unit, inside)
             return output
         if not in_backward():
             for unit in free:
-                self._to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
+                self.walk.to_come.without_graph.pop(unit, None)  # earlier forwards without grad were an evaluation
         call, trail = object(), self._trails.last  # also if it raised: perhaps here alone
         visits = [Visit(unit, around, trail, call) for unit in free]
         if self._trains:
@@ -166,13 +165,11 @@ class Schedule(NotCopied):
     def _list(self, visits: Sequence[Visit]) -> None:
         """Backward will come to these."""
         if in_backward():
-            # The first forward of a reentrant checkpoint has left no visits.
-            seen = [*self._at, *filter(self._to_come.is_listed, [visit.unit for visit in visits])]
-            self._to_come.add([visit for visit in self._to_come.numbered(visits) if visit.unit not in seen])
+            self.walk.list_recomputed(visits)
             return
-        self._to_come.add(visits)
+        self.walk.to_come.add(visits)
         self._trails.last.visits += visits
-        if len(self._to_come.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
+        if len(self.walk.to_come.visits) > MOST_VISITS * self.num_modules:  # forwards without a backward
             self._begin_anew()
 
     # Backward ----------------------------------------------------------------------------------------------------
@@ -191,37 +188,24 @@ class Schedule(NotCopied):
         self.begin_backward()
         if self.accumulates and not torch._C._autograd._get_current_graph_task_keep_graph():
             trail.graphs.discard(graph)  # no other backward comes here
-        units, around = [visit.unit for visit in visits], visits[0].around
         if torch.is_grad_enabled():  # create_graph
             # The second backward reads weights through views that the first has left in the graph, and parameters that
             # it has left there as they are. No hook could gather them again, so they must stay, and be shown.
-            staying = [unit for unit in units if not unit.weights.scopes]
+            staying = [visit.unit for visit in visits if not visit.unit.weights.scopes]
             self.gatherer.expect_to_stay(staying)
             self._read_again.update({unit: self.gatherer.number_of.get(unit, 0) for unit in staying})
         with torch.no_grad():
             if trail not in self._trails.listed and any(visit.trail is trail for visit in visits):
-                self._to_come.add(self._trails.list_again(trail.retained_with), in_front=True)
-            waiting = self._to_come.where(visits)
-            if not waiting:
-                self.gatherer.enter_backward([*around, *units])
-                return
-            self.visit_from(waiting.stop)
-            self._to_come.reached = visits[0].number
-            self._to_come.drop(waiting.start)
-            self._come_to(units, around)
+                self.walk.to_come.add(self._trails.list_again(trail.retained_with), in_front=True)
+            self.walk.reach(visits)
 
     def _return_to(self, units: Sequence[Unit]) -> None:
-        """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit.
-        Backward is done with the units that ran after it: visit them first. Not with those around it, whose parameters
-        the checkpoint may use as well. (If it contains another one, it recomputes that one's part without grad.)"""
-        first, checkpoint = self._to_come.run_again(units), torch._C._current_autograd_node()
-        if not first or self.task is None or checkpoint is self._recomputed:
-            return  # later visits belong to this checkpoint
-        self._recomputed = checkpoint
-        one_backward.come_to(self, max(forward.number for forward in first))
-        with torch.no_grad():
-            self.visit_from(max(map(self._to_come.begin_of, first)))
-            self._come_to([unit for unit in self._at if any(unit in forward.inside for forward in first)])
+        """A reentrant checkpoint is about to recompute these. Its first forward ran without grad and left no visit."""
+        first = self.walk.to_come.run_again(units)
+        if first and self.task is not None and self.walk.begins(torch._C._current_autograd_node()):
+            one_backward.come_to(self, max(forward.number for forward in first))
+            with torch.no_grad():
+                self.walk.return_to(first)
 
     def _show_what_is_read_again(self) -> None:
         """Show weights that a second backward will read, in the buffers where they have stayed. Others may come before
@@ -230,41 +214,20 @@ class Schedule(NotCopied):
             if unit.weights.state is Residency.RESIDENT and self.gatherer.number_of.get(unit, 0) == number:
                 unit.weights.show()
 
-    def visit_from(self, first: int) -> None:
-        """Visit the units of the visits from number `first` on, the last call first."""
-        while len(self._to_come.visits) > first:
-            visits = self._to_come.take(first)
-            self._come_to([visit.unit for visit in visits], visits[0].around)
-
     def visit_newer(self, number: int) -> None:
         """Backward is done with what is newer. See [Note: several models in one backward] in `one_backward.py`."""
         with torch.no_grad():
-            self.visit_from(self._to_come.behind(number))
-            if self._to_come.reached > number:
-                self._come_to(())
-            if self.accumulates and not self._to_come.has_any():
-                self.reducer.leave_turn(of_visits=self._to_come.reached > number)
-
-    def _come_to(self, units: Sequence[Unit], around: Sequence[Unit] = ()) -> None:
-        """Backward has reached these units. It runs the graph in reverse, so it is done with the units visited before:
-        they are reduced here, also if this rank has no gradient of them, as its peers may have some."""
-        # Gather before any reduction: a peer may wait for this gather before it reads what a reduction below waits for.
-        self.gatherer.gather_for_backward([*around, *units])
-        task = torch._C._current_graph_task_id()
-        # An inner backward (of a reentrant checkpoint) has a higher id. While it runs, it is unknown whether the outer
-        # backward has more gradients for the units that it was at: they stay in `_at` until the outer one goes on.
-        # Nor is it done with units around these: a checkpoint in their calls may have gradients that the graph has not.
-        unfinished = {
-            unit: of for unit, of in self._at.items() if of < task or unit in around or not self._leave(unit, units)
-        }
-        self._at = dict.fromkeys(units, task) | unfinished
-        self.gatherer.enter_backward([*around, *units])
+            self.walk.visit_from(self.walk.to_come.behind(number))
+            if self.walk.to_come.reached > number:
+                self.walk.come_to(())
+            if self.accumulates and not self.walk.to_come.has_any():
+                self.reducer.leave_turn(of_visits=self.walk.to_come.reached > number)
 
     def _leave(self, unit: Unit, next_units: Sequence[Unit]) -> bool:
         """Backward goes on to `next_units`. Reduce `unit` if backward will not return to it. False if the graph still
         has gradients for it: then ask again later."""
         # Backward comes to the root first. A reentrant checkpoint may have a gradient for it that the graph has not.
-        if unit in next_units or unit.spec.of_root or self._to_come.has(unit):
+        if unit in next_units or unit.spec.of_root or self.walk.to_come.has(unit):
             return True
         return not self.accumulates or self.reducer.complete(unit, at_end=self.task is None)
 
@@ -289,7 +252,7 @@ class Schedule(NotCopied):
             self._end = _at_end(self._end_backward)
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
                 living = self._trails.find_living(self.gatherer.units, self.gatherer.collectives)
-                self._to_come.add(living, in_front=True)
+                self.walk.to_come.add(living, in_front=True)
             if accumulates is None:
                 accumulates = is_reduced(self.reducer.order, is_own=is_own)
                 if not accumulates:
@@ -311,7 +274,7 @@ class Schedule(NotCopied):
 
     def here(self) -> list[Unit]:
         """The units that this backward is at."""
-        return [unit for unit in self._at if unit.weights.shown] if in_backward() else []
+        return [unit for unit in self.walk.at if unit.weights.shown] if in_backward() else []
 
     def expect_to_begin(self) -> None:
         """If the last backward raised, discard its gradients.
@@ -342,9 +305,8 @@ class Schedule(NotCopied):
     def _forget(self) -> None:
         """Drop the records of forwards and of this backward."""
         self._begin_anew()
-        self._to_come.end_backward()
-        self._recomputed, self._trains = None, False
-        self._at.clear()
+        self.walk.end()
+        self._trains = False
 
     def begin_alike(self) -> None:
         """Forget the forwards so far: the ranks have run different ones (in a join), and go on with the same ones."""
@@ -352,7 +314,7 @@ class Schedule(NotCopied):
         self.gatherer.forget_order()
 
     def _begin_anew(self) -> None:
-        self._to_come.drop(0)
+        self.walk.to_come.drop(0)
         self._trails.begin_anew()
 
     @called_by_torch
