@@ -516,10 +516,13 @@ def test_planned_beside_what_a_run_has_recorded(tmp_path: Path, capsys: pytest.C
     assert "step 3: zero3, fp32, 2 ranks" in text
     (row,) = (line for line in text.splitlines() if line.startswith("the engine, between steps"))
     assert "10.0 MB" in row
-    resumed = START | {"step": 3, "plan": "ddp", "precision": "fp16", "ranks": 4}  # and killed before its first step
+    # Resumed with other settings, and killed before its first step.
+    batch = {"sequences": 64, "micro_batches": 4, "reduce_every_micro_batch": True}
+    resumed = START | {"step": 3, "plan": "ddp", "precision": "fp16", "ranks": 4, "batch": batch, "recompute": True}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(START)}\n{json.dumps(record)}\n{json.dumps(resumed)}\n")
     with (tmp_path / "config.toml").open("a") as file:
-        file.write('plan = "ddp"\nprecision = "fp16"\n[optimizer]\nloss_scale_growth = 100\n')
+        file.write('plan = "ddp"\nprecision = "fp16"\nrecompute = true\n[optimizer]\nloss_scale_growth = 100\n')
+        file.write("[batch]\nsequences = 64\nmicro_batches = 4\nreduce_every_micro_batch = true\n")
     assert said(capsys, "plan", "--compare", tmp_path) == text
     as_json = json.loads(said(capsys, "plan", "--compare", tmp_path, "--json"))
     assert as_json["step"] == 3 and as_json["of_rank_0"][0]["measured"] == 10_000_000

@@ -47,6 +47,7 @@ def facts() -> Facts:
 START: dict[str, Any] = {
     "kind": "start", "step": 0, "plan": "zero3", "precision": "fp32", "ranks": 2, "device": "cpu",
     "transport": "shared", "restarts": 0,
+    "batch": {"sequences": 24, "micro_batches": 1, "reduce_every_micro_batch": False}, "recompute": False,
 }  # fmt: skip
 """A line of a run's metrics: its ranks have begun."""
 

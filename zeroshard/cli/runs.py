@@ -39,8 +39,10 @@ def saved_run(folder: Path, *, timeline: bool = True) -> SavedRun:
     from zeroshard.train.planned import Place
 
     last = record.started
-    parallel = config.parallel.model_copy(update={"plan": last.plan, "precision": last.precision})
-    config = config.model_copy(update={"parallel": parallel})
+    of_ranks: dict[str, object] = {"plan": last.plan, "precision": last.precision}
+    of_ranks |= {} if last.recompute is None else {"recompute": last.recompute}
+    parallel, batch = config.parallel.model_copy(update=of_ranks), config.batch.model_copy(update=last.batch)
+    config = config.model_copy(update={"parallel": parallel, "batch": batch})
     return SavedRun(record, config, Place(last.ranks, last.device, last.transport), step)
 
 

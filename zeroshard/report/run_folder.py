@@ -17,6 +17,7 @@ from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline
 
 METRICS = "metrics.jsonl"
 _WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
+_OF_A_BATCH = ("sequences", "micro_batches")
 _LARGEST = 1e300
 """Of a number that is drawn: a scale over larger ones has no length."""
 _NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communication_share", "seconds")
@@ -25,7 +26,8 @@ _NUMBERS = ("loss", "grad_norm", "loss_scale", "tokens_per_second", "communicati
 @dataclass(frozen=True)
 class Start:
     """A start of the run's ranks. `step`: the step from which they continued; `restarts`: how often a launcher had
-    started them again by then; `transport`: how they exchanged buffers."""
+    started them again by then; `transport`: how they exchanged buffers; `batch`, `recompute`: as configured, where that
+    is recorded."""
 
     step: int
     plan: str
@@ -34,6 +36,8 @@ class Start:
     device: str
     restarts: int
     transport: TransportName
+    batch: Mapping[str, int]
+    recompute: bool | None
 
     @property
     def words(self) -> str:
@@ -158,7 +162,12 @@ def _start(row: Mapping[str, Any]) -> Start:
     transport_named(row["transport"])
     as_plan(row["plan"])
     step, ranks, restarts = (_whole(key, row[key], 1 if key == "ranks" else 0) for key in ("step", "ranks", "restarts"))
-    return Start(step, row["plan"], str(row["precision"]), ranks, str(row["device"]), restarts, row["transport"])
+    batch = {key: _whole(key, row["batch"][key], 1) for key in _OF_A_BATCH} if "batch" in row else {}
+    if batch:
+        batch["reduce_every_micro_batch"] = bool(row["batch"]["reduce_every_micro_batch"])
+    recompute = bool(row["recompute"]) if "recompute" in row else None
+    where = ranks, str(row["device"]), restarts, row["transport"]
+    return Start(step, row["plan"], str(row["precision"]), *where, batch, recompute)
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:

@@ -61,6 +61,8 @@ class StartRecord:
     device: str
     transport: str  # how the ranks exchange buffers: "shared", "pairwise" or "native"
     restarts: int  # how often the launcher had started the ranks again
+    batch: Mapping[str, int]  # as configured: sequences, micro_batches, reduce_every_micro_batch
+    recompute: bool
 
 
 @dataclass(frozen=True)

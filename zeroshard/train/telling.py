@@ -32,14 +32,19 @@ def observers(run: Run, first_step: int, console: Console) -> tuple[Summary, lis
     about = RunInfo(run.folder, {key: value_of(run.config, key) for key, _ in fields()}, first_step)
     trackers = attach(settings.observers, about)  # before any record: if one can't be started, this is no run yet
     json_lines = JsonLines(run.folder / METRICS, first_step)
-    parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type, transport_of(run))
-    json_lines.on_start(StartRecord(first_step, parallel.plan, parallel.precision, *where, times_restarted()))
+    json_lines.on_start(start_record(run, first_step))
     summary = Summary(json_lines.validations)
     watching: list[Observer] = [json_lines, summary, *trackers]
     if TensorBoard.installed():
         watching.append(Guarded("tensorboard", TensorBoard(run.folder / "tensorboard", first_step)))
     progress = Progress(console, run.config.schedule.steps, settings.log_every, settings.log_seconds)
     return summary, [*watching, progress]
+
+
+def start_record(run: Run, first_step: int) -> StartRecord:
+    parallel, where = run.config.parallel, (run.ranks.world_size, run.ranks.device.type, transport_of(run))
+    batch, what = run.config.batch.model_dump(), (first_step, parallel.plan, parallel.precision)
+    return StartRecord(*what, *where, times_restarted(), batch, parallel.recompute)
 
 
 def transport_of(run: Run) -> TransportName:
