@@ -393,6 +393,42 @@ def test_freezing_and_unfreezing_during_training() -> None:
         expect_equal_logs([log for _, log in of_ranks])
 
 
+class Skips(nn.Sequential):
+    """Three layers; the second one is left out at first."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(150, 150, bias=False) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+        y: torch.Tensor = self[2](self[1](self[0](x)) if step else self[0](x))
+        return y.square().mean()
+
+
+@on_ranks(3)
+def test_fused_momentum_may_begin_later_for_some_parameters(rank: int) -> None:
+    """torch's fused kernel takes tensors that all have momentum, or none: a rank that had both raised alone."""
+    x, options = torch.ones(2, 150), {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}
+    plain = make(Skips)
+    one = torch.optim.SGD(plain.parameters(), **options)
+    for step in range(3):
+        one.zero_grad()
+        plain(x, step).backward()
+        one.step()
+    for plan in PLANS:
+        model = make(Skips)
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, fused=True, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            optimizer.backward(model(x, step))
+            optimizer.step()
+        for name, value in handle.full_state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        momentum = optimizer.state[model[1].weight]["momentum_buffer"]
+        torch.testing.assert_close(momentum, one.state[plain[1].weight]["momentum_buffer"])
+        handle.close()
+
+
 def test_what_was_frozen_when_it_was_sharded_trains_once_it_requires_grad() -> None:
     """As in torch, the parameters are in the optimizer from the start, or are added with `add_param_group`. The first
     linear layer is frozen for one step, its bias for one more."""

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -166,14 +167,36 @@ def _elsewhere(tensor: Tensor, method: str) -> Tensor:
 def run_step(optimizer: torch.optim.Optimizer, arguments: Options | None = None, is_void: Tensor | None = None) -> None:
     """`optimizer.step(**arguments)` without hooks. `is_void`: 0-d float32 on the device: a fused class changes nothing
     if it is 1, as for `torch.amp.GradScaler`, which sets the same attributes."""
+    step = partial(_step_of(type(optimizer)), optimizer, **(arguments or {}))
     if is_void is None:
-        _step_of(type(optimizer))(optimizer, **(arguments or {}))
+        for _ in _calls(optimizer):
+            step()
         return
     optimizer.grad_scale, optimizer.found_inf = None, is_void  # type: ignore[attr-defined]
     try:
-        _step_of(type(optimizer))(optimizer, **(arguments or {}))
+        step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def _calls(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Mostly one. torch's fused SGD takes tensors that all have their momentum, or that all have none: other ones are
+    in its param groups during one call each. (Whether a rank has both depends on where pieces are cut.)"""
+    groups, state = optimizer.param_groups, optimizer.state
+    if _step_of(type(optimizer)) is _step_of(torch.optim.SGD) and any(one["fused"] for one in groups):
+        of_groups = [one["params"] for one in groups]
+        has = {one: state.get(one, {}).get("momentum_buffer") is not None for params in of_groups for one in params}
+        if len({*has.values()}) == 2:
+            try:
+                for kind in (True, False):
+                    for group, params in zip(groups, of_groups, strict=True):
+                        group["params"] = [one for one in params if has[one] is kind]
+                    yield
+            finally:
+                for group, params in zip(groups, of_groups, strict=True):
+                    group["params"] = params
+            return
+    yield
 
 
 @contextmanager
