@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -307,16 +309,28 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
         assert os.listdir(tmp_path / "steps") == []
 
 
-def test_the_exit_status_tells_of_a_save_that_was_interrupted(capfd: pytest.CaptureFixture[str]) -> None:
-    """Control-C while the interpreter waited for the save: it ended with status 0, without the step."""
+def works_until_it_is_interrupted() -> None:
+    while True:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(("work", "status"), [(threading.Event().wait, 1), (works_until_it_is_interrupted, 5)])
+def test_the_exit_status_tells_of_a_save_that_was_interrupted(
+    work: Any, status: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control-C while the interpreter waited for the save: it ended with status 0, without the step. Then it left at
+    once, without the other exit handlers, also where the save can be interrupted."""
+    module = sys.modules[Saving.__module__]
+    monkeypatch.setattr(module, "INTERRUPTED_SECONDS", 60.0 if status == 5 else 0.0)
+    monkeypatch.setattr(module, "_end_with", lambda number: os._exit(4 + number))  # behind the other handlers
     if (child := os.fork()) == 0:
         try:
-            saving = Saving(7, threading.Event().wait)  # type: ignore[arg-type]
+            saving = Saving(7, work)
             saving.start(background=True)
             saving._at_exit()
         finally:
             os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
     assert "a save in the background failed: step 7 was not saved: it was interrupted" in capfd.readouterr().err
 
 

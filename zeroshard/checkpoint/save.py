@@ -59,6 +59,8 @@ from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 
 T = TypeVar("T")
+INTERRUPTED_SECONDS = 5.0
+"""At most so long a process that ends waits for a save that was interrupted."""
 
 
 class Saving:
@@ -121,15 +123,25 @@ class Saving:
 
     def _at_exit(self) -> None:
         """At exit without a `wait`: if the save has failed, end the process with an exit status of 1."""
-        # After a Control-C at the end of the program the interpreter does not wait for the thread.
+        if not self.done:  # after a Control-C at the end of the program the interpreter has not waited for the thread
+            self._interrupt()
         if self._error is not None or not self.done:
-            why = self._error or f"step {self.step} was not saved: it was interrupted"
+            error = None if isinstance(self._error, KeyboardInterrupt) else self._error
+            why = error or f"step {self.step} was not saved: it was interrupted"
             with suppress(Exception):
                 print(f"zeroshard: a save in the background failed: {why}", file=sys.stderr)
                 sys.stdout.flush(), sys.stderr.flush()
-            if not self.done:  # the interpreter cannot end as usual: the thread still uses it
+            if not self.done:  # the interpreter cannot end as usual: the thread, in a call of the system, still uses it
                 os._exit(1)
             _end_with(1)
+
+    def _interrupt(self) -> None:
+        """Raise a KeyboardInterrupt in the thread, as in a save that is not in the background: the other ranks are
+        told, and the files of the step are removed."""
+        assert self._thread is not None and self._thread.ident is not None
+        raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+        raise_in(ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt))
+        self._thread.join(INTERRUPTED_SECONDS)
 
 
 @phase("save")
