@@ -41,9 +41,11 @@ def test_compute_and_messages_by_hand() -> None:
 class Net(nn.Module):
     """An embedding and a head in the root unit, and blocks between them."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, positions: int = 0) -> None:
         super().__init__()
         self.embed = nn.Embedding(1024, 256)
+        if positions:
+            self.positions = nn.Embedding(positions, 256)
         self.blocks = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
         self.head = nn.Linear(256, 1024, bias=False) if not tied else None
 
@@ -60,6 +62,14 @@ def test_an_embedding_is_looked_up_and_a_head_computes_behind_the_last_block() -
     blocks, head = (6 * elements * 1000 / 1e9 for elements in (4 * UNIT, 1024 * 256))
     for model in (apart, tied):  # without a head, the embedding may be multiplied by hand
         assert planned(model, "ddp").time(SLOW, 1000).compute == pytest.approx(blocks + head)
+    for tied_by_a_module in (False, True):  # positions were multiplied
+        with torch.device("meta"):
+            model = Net(positions=300)
+        if tied_by_a_module:
+            cast(nn.Linear, model.head).weight = model.embed.weight
+        assert planned(model, "ddp").time(SLOW, 1000).compute == pytest.approx(blocks + head)
+    with torch.device("meta"):
+        assert planned(Net(tied=True, positions=300), "ddp").time(SLOW, 1000).compute == pytest.approx(blocks + head)
     spans = planned(apart, "zero3").timeline(SLOW, 1_000_000)
     computed = [(span.unit, span.phase) for span in spans if span.lane == "compute"][:-1]
     assert computed == [

@@ -173,13 +173,15 @@ def _again(model: nn.Module, known: Known, configuration: Configuration) -> Fore
 
 
 def _looked_up(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The embeddings that are not the head as well: a head is another module's weight with as many rows."""
+    """The embeddings that are not the head as well. A head is another module's weight with as many rows as the largest
+    of them. If there is none, the model may multiply by that one by hand."""
     tables, others = dict[int, int](), dict[int, int]()  # id of a weight -> its rows
     for module in model.modules():
         weights = [parameter for parameter in module.parameters(recurse=False) if parameter.dim()]
         (tables if isinstance(module, nn.Embedding) else others).update({id(one): len(one) for one in weights})
-    rows = set(others.values())
-    found = {one for one, count in tables.items() if one not in others and count in rows}
+    largest = max(tables.values(), default=0)
+    has_head = bool(tables.keys() & others.keys()) or largest in others.values()
+    found = {one for one, count in tables.items() if one not in others and (has_head or count < largest)}
     return frozenset(name for name, parameter in parameters.items() if id(parameter) in found)
 
 
