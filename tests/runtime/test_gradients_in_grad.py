@@ -410,6 +410,48 @@ def test_a_gradient_set_by_hand_beside_scaled_or_weighted_losses_is_refused(rank
 
 
 @on_ranks(2)
+def test_a_gradient_set_by_hand_can_be_read_and_clipped_as_one_of_a_backward(rank: int) -> None:
+    """`handle.gradient` was zero, as the mean is known only after an exchange. After the optimizer's clip `p.grad` was
+    None: a second clip, torch's, left it out, and `p.grad = None` did not discard it."""
+    for plan in PLANS:
+        run = Run(rank, plan)
+        assert run.handle is not None
+        weight, start = run.model[0].weight, run.weights()["0.weight"]
+        for has_backward, sets in ((True, (0, 1)), (False, (0, 1)), (False, (1,))):
+            if has_backward:
+                run.loss(0).backward()
+            if rank in sets:
+                weight.grad = torch.full(weight.shape, 1.0 + rank, dtype=torch.float64)
+            mean = torch.full(weight.shape, sum(1.0 + other for other in sets) / 2, dtype=torch.float64)
+            torch.testing.assert_close(run.handle.gradient("0.weight"), mean)
+            run.optimizer.zero_grad()
+            if has_backward:
+                run.loss(0).backward()
+            if rank in sets:
+                weight.grad = torch.full(weight.shape, 1.0 + rank, dtype=torch.float64)
+            run.optimizer.clip_grad_norm_(1e-3)
+            assert weight.grad is not None
+            norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e9)
+            torch.testing.assert_close(norm, norm.new_tensor(1e-3), rtol=1e-2, atol=0.0)
+            weight.grad = None
+            run.optimizer.step()
+            assert torch.equal(run.weights()["0.weight"], start), (plan, has_backward, sets)
+
+
+@on_ranks(2)
+def test_a_gradient_set_by_hand_is_not_read_where_losses_are_weighted(rank: int) -> None:
+    for plan in PLANS:
+        run = Run(rank, plan)
+        assert run.handle is not None
+        run.optimizer.backward(run.loss(0), weight=4.0)
+        if rank == 1:
+            _ones_by_hand(run)
+        with pytest.raises(zeroshard.Error, match=r"gradient: p.grad of 0.weight was set by hand"):
+            run.handle.gradient("0.weight")
+        run.optimizer.zero_grad()
+
+
+@on_ranks(2)
 def test_gradients_of_two_parameters_that_are_swapped(rank: int) -> None:
     """In full each is copied. Elsewhere it is no tensor of values, and the step says what to write."""
     for plan in PLANS:

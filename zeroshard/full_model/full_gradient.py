@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.same import expect_same
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.gradients.visible import doubtful
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.gradients import Gradients, GradState
@@ -15,9 +16,14 @@ from zeroshard.storage.unit import Unit
 def full_gradient(engine: Engine, name: str) -> Tensor:
     """See `Handle.gradient`."""
     unit, index, grads = _find(engine, name, "gradient")
-    engine.reducer.notice()
+    own_term = engine.reducer.notice().get((unit.index, index))
     engine.reducer.visible.apply_clips()
-    _expect(engine, "gradient", name, grads, may_be_empty=False)
+    is_by_hand = engine.collectives.count(own_term is not None, "gradient") > 0
+    _expect(engine, "gradient", name, grads, may_be_empty=is_by_hand)
+    if is_by_hand:
+        if engine.collectives.count(engine.reducer.visible.doubtful is not None, "gradient"):
+            raise InvalidState(f"gradient: {doubtful(name)}")
+        engine.reducer.reduce_by_hand({} if own_term is None else {(unit.index, index): own_term})
     own = unit.layout.slots[index].world & unit.own_shard()
     mean = unit.new_buffer(grads.buffer.dtype, SHARDED)
     grads.read(own, mean.own_part_of_full()[own.relative_to(unit.own_shard().start).slice])

@@ -182,6 +182,7 @@ class Reducer:
             slots = sorted(index for of_unit, index in wanted if of_unit == unit.index)
             if slots:
                 self._reduce_slots(unit, {index: terms.get((unit.index, index)) for index in slots})
+        self.visible.show()
 
     def set_gradient(self, unit: Unit, index: int, values: Tensor) -> None:
         """Set the reduced gradient of one slot to `values` (in its shape, without the loss scale, the same on every
