@@ -156,6 +156,9 @@ def test_export_and_import_again(saved: Path, tmp_path: Path, capsys: pytest.Cap
     state = {name[6:]: value for name, value in read_all(saved / "step-2").items() if name.startswith("model/")}
     assert same_bits(load_file(out / "model.safetensors"), state)
     assert "holds model.safetensors already (--force" in said(capsys, "export", saved, out, code=2)
+    save_file({"big": torch.tensor([1e6])}, tmp_path / "big.safetensors")
+    said(capsys, "import", tmp_path / "big.safetensors", tmp_path / "big", "--step", 0)
+    assert "too large" in said(capsys, "export", tmp_path / "big", tmp_path / "half", "--dtype", "fp16", code=2)
     split = said(capsys, "export", saved, out, "--force", "--max-file-size", "1kb", "--dtype", "bf16", "--copies")
     assert "model-00002-of-0" in split and split.endswith(
         f"{(out / 'model.safetensors.index.json').stat().st_size:,} bytes\n"

@@ -55,8 +55,8 @@ def export(
 
     Raises:
         FileExistsError: `out` contains such files, and `force` is False.
-        ValueError: `out` is a step folder, or a directory of steps.
-        CheckpointError: the step is damaged; or a value would become infinite by the cast.
+        ValueError: `out` is a step folder, or a directory of steps; or a value would become infinite by the cast.
+        CheckpointError: the step is damaged.
     """
     expect_no_checkpoints(Path(out))
     with Reader(step) as reader:
@@ -139,7 +139,7 @@ def stored_item(reader: Reader, name: str, stored: str, dtype: torch.dtype | Non
         reader.read_into(stored, block, values)
         cast = values.to(target)
         if target != entry.dtype and bool(cast.isinf().any()) and not torch.equal(cast.isinf(), values.isinf()):
-            raise CheckpointError(f"{name} has values that are too large for {target}")
+            raise InvalidValue(f"{name} has values that are too large for {target}")
         return cast
 
     return Item(name, entry.shape, target, Interval(0, entry.numel), read)

@@ -57,8 +57,8 @@ def export_dcp(
     Raises:
         FileExistsError: `out` contains such files, and `force` is False.
         ValueError: `out` is a step folder, or a directory of steps; parameters are named like the numbers of other
-            param groups.
-        CheckpointError: the step is damaged; or a value would become infinite by the cast.
+            param groups; or a value would become infinite by the cast.
+        CheckpointError: the step is damaged.
     """
     expect_no_checkpoints(Path(out))
     with Reader(step) as reader:
