@@ -285,6 +285,8 @@ def test_one_timeline_at_a_time_of_one_block_each() -> None:
             for other in handles:
                 with pytest.raises(RuntimeError, match="a timeline of this process is being recorded"):
                     other.timeline().__enter__()
+        with pytest.raises(ValueError, match=r"expected kinds out of forward, .*, found \('waits',\)"):  # it was 0.0
+            empty.seconds_in("waits")
         assert empty.events == () and empty.seconds > 0 and "in waits: 0.0000 s (0%)" in empty.summary()
         handles[0].close()
         with pytest.raises(RuntimeError, match="timeline: this handle is closed"):

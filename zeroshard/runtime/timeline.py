@@ -6,10 +6,10 @@ import gzip
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from zeroshard.comm.ranges import Device, Kind, Recording
-from zeroshard.errors import InvalidState
+from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.ranks.mesh import Mesh
 from zeroshard.runtime.summary import Table, aligned
 from zeroshard.runtime.timeline_event import TimelineEvent, covered, trace_events
@@ -63,7 +63,13 @@ class Timeline:
 
     def seconds_in(self, *kinds: Kind) -> float:
         """Seconds in which at least one event of these kinds was in progress: `seconds_in("wait")` is the time that
-        communication was exposed."""
+        communication was exposed.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
+        if not set(kinds) <= set(get_args(Kind)):
+            raise InvalidValue(f"seconds_in: expected kinds out of {', '.join(get_args(Kind))}, found {kinds}")
         return covered(event.times for event in self.events if event.kind in kinds)
 
     def summary(self) -> str:
