@@ -97,6 +97,10 @@ def test_optimizers_are_named_by_their_class(tmp_path: Path) -> None:
             model(torch.ones(2, 5)).sum().backward()
             refused(RuntimeError, f"^{name}: gradients are waiting", call, tmp_path, handle, optimizer, **kwargs)
             optimizer.zero_grad()
+            first = next(model.parameters())
+            first.grad = torch.ones(first.shape)  # one that was set by hand was not seen
+            refused(RuntimeError, f"^{name}: gradients are waiting", call, tmp_path, handle, optimizer, **kwargs)
+            optimizer.zero_grad()
             if rank == 0:
                 model(torch.ones(2, 5))
 

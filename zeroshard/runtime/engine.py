@@ -191,7 +191,7 @@ class Engine(NotCopied):
         """Raises:
         RuntimeError: gradients are waiting for a step."""
         self.schedule.expect_to_begin()  # `p.grad` does not show gradients of a backward that has raised
-        if self.has_gradients():
+        if self.reducer.notice() or self.has_gradients():
             raise InvalidState(
                 f"{what}: gradients are waiting for a step, and they are not part of a checkpoint: save and load "
                 "between a step (or zero_grad) and the next backward"
