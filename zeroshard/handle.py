@@ -101,7 +101,7 @@ class Handle(NotTheModel, NotCopied):
             RuntimeError: the buckets would exceed `max_transient_bytes`.
         """
         before = self.engine.reducer.local
-        self.set_requires_gradient_sync(False, *parts)
+        _set_sync(self.engine, False, parts, "no_sync")
         try:
             yield
         finally:
@@ -109,9 +109,7 @@ class Handle(NotTheModel, NotCopied):
 
     def set_requires_gradient_sync(self, requires: bool, *parts: Part) -> None:
         """Like `no_sync`, without a block: False begins it, True ends it. (The name is FSDP2's.)"""
-        reducer = self.engine.check_open("set_requires_gradient_sync").reducer
-        units = frozenset(units_of(parts, self.engine, "set_requires_gradient_sync"))
-        reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
+        _set_sync(self.engine, requires, parts, "set_requires_gradient_sync")
 
     def join(
         self, *others: Handle, divide_by_initial_world_size: bool = True, throw_on_early_termination: bool = False
@@ -385,12 +383,12 @@ class Handle(NotTheModel, NotCopied):
     def _before_load_state_dict(
         self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *args: object
     ) -> None:
+        _expect_in_place(metadata)
         if not all(unit.weights.writers for unit in self.engine.units):
             raise InvalidState(
                 "this model is sharded: call handle.load_full_state_dict(state_dict), which updates the main weights "
                 "too, or model.load_state_dict() inside `with handle.unsharded(write=True):`"
             )
-        _expect_in_place(metadata)
 
     def _let_go_of_parameters(self) -> None:
         for parameter in [parameter for parameter, owner in _HANDLES.items() if owner() is self]:
@@ -410,6 +408,12 @@ def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None
     reference = weakref.ref(handle)
     for parameter in parameters:
         _HANDLES[parameter] = reference
+
+
+def _set_sync(engine: Engine, requires: bool, parts: Sequence[Part], what: str) -> None:
+    reducer = engine.check_open(what).reducer
+    units = frozenset(units_of(parts, engine, what))
+    reducer.accumulate_locally(reducer.local - units if requires else reducer.local | units)
 
 
 def _expect_in_place(metadata: Mapping[str, Any]) -> None:

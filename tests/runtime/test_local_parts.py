@@ -76,6 +76,11 @@ def test_a_step_needs_all_of_them(rank: int) -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=r"set_requires_gradient_sync: .* no module of the name 'middle'"):
             handle.set_requires_gradient_sync(False, "middle")
+        with pytest.raises(ValueError, match=r"^no_sync: .* no module of the name 'middle'"), handle.no_sync("middle"):
+            pass
+        parts: Any = ["left"]
+        with pytest.raises(TypeError, match=r"^no_sync: a part is a module"), handle.no_sync(parts):
+            pass
 
 
 @on_ranks(2)

@@ -61,8 +61,8 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
         part = named[part] if part in named else plain[part]
     if not isinstance(part, (nn.Module, Tensor)):
         raise InvalidType(
-            f"{what}: a part is a module, a parameter or the name of one, and several are passed one behind the other "
-            f"({what}(a, b), or *parts); found an object of type {type(part).__name__}"
+            f"{what}: a part is a module, a parameter or the name of one, and several are passed one behind the other, "
+            f"as a, b or *parts; found an object of type {type(part).__name__}"
         )
     found = list(part.parameters()) if isinstance(part, nn.Module) else [part]
     known = set(map(id, model.parameters()))  # also ignored ones, whose values are always there
