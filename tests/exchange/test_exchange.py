@@ -278,7 +278,7 @@ def test_names_that_are_one_parameter_here_must_agree(trained: Path, tmp_path: P
     def check(rank: int) -> None:
         handle = zeroshard.shard(make(ROWS["GPT-2"].build), zeroshard.ZERO2)
         before = handle.full_state_dict()
-        with pytest.raises(zeroshard.CheckpointError, match="are one parameter here, and two different ones"):
+        with pytest.raises(zeroshard.CheckpointError, match=r"are one parameter here, and two different ones in /"):
             zeroshard.load(tmp_path / "run", handle)
         assert same_bits(handle.full_state_dict(), before)
 

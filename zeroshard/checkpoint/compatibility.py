@@ -74,7 +74,9 @@ def compare(
     if optimizers:
         num_saved = len(saved_optimizers(manifest))
         # A run is often fine-tuned from weights that were saved alone.
-        hint = "" if num_saved else " (no optimizer was saved: leave it out of the load, and it starts anew)"
+        hint = " (pass as many as were saved, in a list)"
+        if not num_saved:
+            hint = " (no optimizer was saved: leave it out of the load, and it starts anew)"
         result.note_names(map(str, range(len(optimizers))), map(str, range(num_saved)), "optimizer number {}" + hint)
     for optimizer, saved in pairs_of(manifest, optimizers):
         _compare_optimizer(result, manifest, optimizer, saved)
@@ -105,7 +107,9 @@ def under_names_here(reader: Reader, engine: Engine) -> Manifest:
         for prefix in prefixes:
             moved = tensors.pop(f"{prefix}/{alias}", None)
             if moved is not None and not _same(reader, tensors.setdefault(f"{prefix}/{name}", moved), moved):
-                raise CheckpointError(f"{alias} and {name} are one parameter here, and two different ones in it")
+                raise CheckpointError(
+                    f"{alias} and {name} are one parameter here, and two different ones in {reader.folder}"
+                )
     if optimizers := saved_optimizers(manifest):
         renamed = [
             {**saved, "groups": [{**g, "params": [here.get(n, n) for n in g["params"]]} for g in saved_groups(saved)]}
