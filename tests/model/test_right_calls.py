@@ -192,6 +192,12 @@ def test_what_would_shard_or_compile_a_sharded_model(rank: int) -> None:
         handle.close()
         model = build()
         handle = zeroshard.shard(model, "zero3")
+    for wrap in wraps:  # weights that rest in full can be read: the next forward finds what has come in their place
+        replicated: Any = build()
+        handle_of_it = zeroshard.shard(replicated, "zero1")
+        wrapped = wrap(replicated)
+        refused(RuntimeError, "sharded by zeroshard, and FSDP would shard it again", wrapped, torch.ones(2, 4))
+        handle_of_it.abandon()
     with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
         with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile a sharded model"):
             torch.jit.script(model)

@@ -36,7 +36,11 @@ _IN_LOOP = (
     "this model is sharded, and plain Accelerate, or a plain Trainer, prepares it as its own: use the classes of "
     "zeroshard.integrations, which shard it"
 )
-_IN_FSDP = "this model is sharded by zeroshard, and FSDP would shard it again: leave out FSDP, also fully_shard"
+IN_FSDP = "this model is sharded by zeroshard, and FSDP would shard it again: leave out FSDP, also fully_shard"
+RECORDED = (
+    "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: build a "
+    "plain model, load handle.full_state_dict() into it, and record that one"
+)
 _MOVED = (
     "a model that is sharded cannot be moved or cast, nor a part of it: move and cast a model before shard(), which "
     "has precision= for 16 bits (MixedPrecision(keep=...): for a module that casts itself); or handle.close() it before"
@@ -45,9 +49,10 @@ _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): IN_DDP,
     ("accelerate.accelerator", "Accelerator.prepare_model"): _IN_LOOP,
     ("transformers.trainer", "Trainer._move_model_to_device"): _IN_LOOP,
-    ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): _IN_FSDP,
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): _IN_FSDP,
+    ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): IN_FSDP,
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): IN_FSDP,
     ("torch.nn.modules.module", "Module._apply"): _MOVED,
+    ("torch.export", "export"): RECORDED,
 }
 """Functions that read or move all parameters of a model -> the error message for an absent one."""
 _STEP = "torch.optim.optimizer", "Optimizer.profile_hook_step.<locals>.wrapper"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.user_streams import is_captured
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
-from zeroshard.model.absent import IN_DDP
+from zeroshard.model.absent import IN_DDP, IN_FSDP, RECORDED
 from zeroshard.model.paths import Modules
 from zeroshard.model.readers import takes_hooks
 
@@ -138,10 +138,7 @@ def expect_no_recording(stay: Iterable[bool]) -> bool:
             it becomes a part of a CUDA graph, and something has to be done on the host.
     """
     if torch.compiler.is_exporting() or (torch._C._is_tracing() and not all(stay)):
-        raise InvalidState(
-            "torch.export and torch.jit.trace would record the memory of the weights, which others use afterwards: "
-            "build a plain model, load handle.full_state_dict() into it, and record that one"
-        )
+        raise InvalidState(RECORDED)
     if not is_captured():
         return False
     if torch.is_grad_enabled() or not all(stay):
@@ -180,6 +177,17 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
     reduced = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
     if not reduced.isdisjoint(map(id, parameters)):
         raise InvalidState(IN_DDP)
+
+
+def expect_no_fsdp(model: nn.Module, newcomer: str) -> None:
+    """`newcomer`: the name of a parameter that has come into the model.
+
+    Raises:
+        RuntimeError: it is one of FSDP's.
+    """
+    classes = {one.__name__ for module in model.modules() for one in type(module).__mro__}
+    if "FSDPModule" in classes or newcomer.endswith("_flat_param"):
+        raise InvalidState(IN_FSDP)
 
 
 def expect_parameters(found: object) -> None:

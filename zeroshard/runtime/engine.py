@@ -21,11 +21,11 @@ from zeroshard.gradients.loss_ledger import LossLedger
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
-from zeroshard.model.right_call import expect_no_ddp_around, expect_no_recording
+from zeroshard.model.right_call import expect_no_ddp_around, expect_no_fsdp, expect_no_recording
 from zeroshard.model.transforms import in_plain_torch
 from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
-from zeroshard.runtime.freezing import Freezing
+from zeroshard.runtime.freezing import POINT, Freezing
 from zeroshard.runtime.gather import Gatherer, in_backward
 from zeroshard.runtime.hooks import Hooks
 from zeroshard.runtime.life import Life
@@ -219,7 +219,7 @@ class Engine(NotCopied):
         frozen = [unit for unit in self.units if not unit.trainable and unit.requiring_grad()]
         if not frozen:
             return
-        if self.collectives.count(self.has_gradients(), "a change of requires_grad"):  # as in `park`
+        if self.collectives.count(self.has_gradients(), POINT):  # as in `park`
             raise InvalidState(
                 "parameters that were frozen require grad now, and gradients of other parameters are waiting: let "
                 "parameters require grad between a step (or zero_grad) and the next forward"
@@ -346,7 +346,7 @@ class Engine(NotCopied):
         """Called before each `unsharded`, inside of which no forward can agree on what trains. Returns the engine."""
         in_use = any(unit.weights.in_use for unit in self.units)
         has_changed = torch.is_grad_enabled() and not in_use and not in_backward() and self.freezing.has_changed()
-        if has_changed and not self.collectives.count(self.has_gradients(), "a change of requires_grad"):  # as in park
+        if has_changed and not self.collectives.count(self.has_gradients(), POINT):  # as in park
             self.unfreeze()
         return self
 
@@ -354,10 +354,10 @@ class Engine(NotCopied):
         """Check that all parameters of the model are in its units.
 
         Raises:
-            RuntimeError: one is not. `also_added`: False: only if it has come in the place of another one (others may
-                have been added for an evaluation).
+            RuntimeError: one is not. `also_added`: False: only if another one has left (not one for an evaluation).
         """
         for name in self.plain.newcomers(self.units, also_added=also_added):
+            expect_no_fsdp(self.model, name)
             raise InvalidState(
                 f"parameter {name} has come into the model after shard(), which does not know it: nobody would "
                 "reduce its gradient or update it. close() the handle, and shard() the changed model; give a parameter "

@@ -14,7 +14,8 @@ from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.storage.unit import Unit
 
-_POINT = "a change of requires_grad"
+POINT = "a change of requires_grad (freeze and unfreeze the same parameters on every rank)"
+"""What messages call the meeting of the ranks."""
 
 Slots = dict[Unit, set[int]]
 """Unit -> indices of slots."""
@@ -30,7 +31,7 @@ class Freezing:
     def __init__(self, units: Sequence[Unit], collectives: Collectives) -> None:
         self.num_changes = 0
         self._units, self._collectives = units, collectives
-        collectives.messages.introduce(_POINT)
+        collectives.messages.introduce(POINT)
 
     def has_changed(self) -> bool:
         """Whether, on this rank, `requires_grad` has changed since the last agreement, or a frozen slot still takes
@@ -45,10 +46,10 @@ class Freezing:
         """
         # A rank without a change does not come here but gathers. `meet_at` makes it and this rank raise; the exchange
         # alone would hang.
-        self._collectives.meet_at(_POINT)
+        self._collectives.meet_at(POINT)
         trained = self._trained()
         waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.trainable}
-        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)], "a change of requires_grad")
+        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)], POINT)
         for number, unit in enumerate(self._units):
             theirs = [set(of_rank[number]) for of_rank, _ in found]
             for index in sorted(set().union(*theirs) - set.intersection(*theirs)):
