@@ -60,7 +60,6 @@ class Handle(NotTheModel, NotCopied):
         claim_parameters(self, (parameter for unit in engine.units for parameter in unit.parameters))
         # Bound methods on purpose: they keep the handle alive, which `handle_of` must find as long as the model lives.
         self._guards = engine.plain.guard(self._before_state_dict, self._before_load_state_dict)
-        self._guards += engine.plain.describe(lambda: f"sharded by zeroshard: {in_one_line(engine)}")
 
     def __repr__(self) -> str:
         """In one line: plan, units, parameters, ranks, precision."""

@@ -49,6 +49,7 @@ from zeroshard.ready import (
 )
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.life import Life
+from zeroshard.runtime.summary import in_one_line
 from zeroshard.storage.unit import Unit, build_units
 
 _LOAD_THE_SAME = (
@@ -295,3 +296,4 @@ def _build(
         engine.gatherer.settle()
     modules, calls = modules_of(chosen.model), [path for unit in units for path in unit.spec.calls]
     engine.hooks.attach(modules, casts_of(modules, Rules.of(options.precision), calls), engine.before_forward)
+    engine.hooks.describe(chosen.model, lambda: f"sharded by zeroshard: {in_one_line(engine)}")

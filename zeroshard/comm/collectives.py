@@ -90,7 +90,8 @@ class Collectives:
                 self.mesh = mesh = mesh.with_two_ways()
         in_streams = self.device.type != "cpu" and self.transport.orders_by_streams and mesh.world.size > 1
         self.beside: Beside | None = SideStream(self.device) if in_streams else None
-        self.user_streams: UserStreams | None = UserStreams.on(self.device) if in_streams else None
+        current = partial(torch.accelerator.current_stream, self.device)
+        self.user_streams: UserStreams | None = UserStreams(current) if in_streams else None
         self._replicas = Replicas(mesh.replicate, log, self._name)
         self.transport.warm_up((mesh.world, mesh.shard, mesh.reduce, mesh.replicate), self.device)
 

@@ -15,7 +15,6 @@ stream of the call has to wait for them before the call returns, as for its resu
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -34,10 +33,6 @@ class UserStreams:
         """`current`: returns the current stream."""
         self._current = current
         self._last: Stream | None = None
-
-    @classmethod
-    def on(cls, device: torch.device) -> UserStreams:
-        return cls(partial(torch.accelerator.current_stream, device))
 
     def come(self) -> None:
         """The engine is about to do something on the current stream."""

@@ -76,11 +76,6 @@ class LossLedger:
         self._accounts.add(account)
         return account
 
-    @property
-    def accounts(self) -> list[LossAccount]:
-        """The accounts of the living optimizers of the model."""
-        return list(self._accounts)
-
     # Gradients -------------------------------------------------------------------------------------------------------
 
     @property
@@ -210,7 +205,7 @@ class LossAccount:
         Raises:
             RuntimeError: some losses of a step have weights, others have none.
         """
-        together = self._ledger.accounts
+        together = list(self._ledger._accounts)
         if anew:
             self._ledger.forget_losses()
         else:

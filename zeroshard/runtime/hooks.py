@@ -140,6 +140,11 @@ class Hooks(NotCopied):
 
         self.replace(module, name, wrapper if begin is None else with_room(wrapper))
 
+    def describe(self, model: nn.Module, words: Callable[[], str]) -> None:
+        """Make `print(model)` show these words, before the inner modules."""
+        own = model.extra_repr
+        self.replace(model, "extra_repr", lambda: "\n".join(filter(None, [own(), words()])))
+
     def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
         """Replace a method of this module, until `detach`."""
         own = vars(module).get(name)  # the user's, set on this instance
@@ -207,18 +212,16 @@ def _after(schedule: Schedule, needed: Needed) -> Callable[[nn.Module, Any, Any,
 def _zero_grad(schedule: Schedule, model: nn.Module) -> Callable[..., None]:
     """In place of `model.zero_grad`, which finds no gradient in `p.grad` inside of a backward, and after one that has
     raised."""
-    of_model = weakref.ref(model)
+    own = model.zero_grad
 
     @outside_graphs
-    @functools.wraps(type(model).zero_grad)
+    @functools.wraps(own)
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         if schedule.is_in_backward:
             refuse_inside_of_backward("model.zero_grad")
         schedule.running.expect_whole("model.zero_grad")
         schedule.abandon_backward()
-        alive = of_model()
-        assert alive is not None, "it is called"
-        type(alive).zero_grad(alive, *args, **kwargs)
+        own(*args, **kwargs)
 
     return zero_grad
 

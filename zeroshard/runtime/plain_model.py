@@ -60,27 +60,6 @@ class PlainModel:
             self.module.register_load_state_dict_pre_hook(before_loading).remove,  # type: ignore[no-untyped-call]
         ]
 
-    def describe(self, words: Callable[[], str]) -> list[Undo]:
-        """Make `print(model)` show these words, before the inner modules. Returns what undoes it."""
-        if self._model is None:
-            return []
-        model, module = self._model, self.module
-        own = vars(module).get("extra_repr")  # set on this instance
-
-        def extra_repr() -> str:
-            alive = model()
-            said = own() if own is not None else "" if alive is None else type(alive).extra_repr(alive)
-            return "\n".join(filter(None, [said, words()]))
-
-        def undo() -> None:
-            if (alive := model()) is not None:
-                vars(alive).pop("extra_repr", None)
-                vars(alive).update({"extra_repr": own} if own is not None else {})
-
-        # Not by `setattr`: a module made by torch.compile forwards that to the module inside.
-        vars(module)["extra_repr"] = extra_repr
-        return [undo]
-
     def parameters(self) -> dict[str, nn.Parameter]:
         """The managed parameters, by name."""
         return self._managed.parameters(self.module)
