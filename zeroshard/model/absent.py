@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 
 from zeroshard.errors import InvalidState, InvalidType
@@ -187,8 +187,6 @@ class AbsentTensor(Tensor):
 
     def as_subclass(self, cls: Any) -> Any:
         """The one method of tensors that torch does not pass to `__torch_function__`."""
-        if not has_torch_function_unary(self):  # in `as_tensors`
-            return super().as_subclass(cls)
         return handle_torch_function(Tensor.as_subclass, (self,), self, cls)
 
     # A model with parameters of its own comes here before it comes to its hooks, which cannot be copied either.

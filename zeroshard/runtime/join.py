@@ -168,7 +168,7 @@ class Part:
         for unit in reducer.order:
             gone = unit.grads.waiting - set(waiting.get(unit.name, ()))
             reducer.visible.forget(unit, gone)
-            unit.grads.consume(gone)
+            reducer.grads[unit].consume(gone)
         if not reducer.has_gradients():
             self._engine.ledger.forget_losses()
         reducer.forget_losses()

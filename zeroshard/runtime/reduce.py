@@ -147,7 +147,7 @@ class Reducer:
         """Discard the gradients of all other units."""
         for unit in self.order:
             if unit.name not in waiting:
-                unit.grads.consume()
+                self.grads[unit].consume()
 
     def has_gradients(self, *, reduced: bool = False) -> bool:
         """Whether gradients wait for a step. `reduced`: only those that have been reduced."""

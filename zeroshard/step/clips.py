@@ -162,8 +162,6 @@ def _held_parts(unit: Unit, slots: Collection[int]) -> list[Tensor]:
     grads = unit.grads
     if isinstance(grads, ExternalGradients):
         return [part for index in sorted(slots) if (part := grads.in_place(index)) is not None]
-    if not isinstance(grads, Gradients):
-        return []
     if grads.state is not GradState.REDUCED:
         return []
     if grads.means_in_full and grads.buffer.full is not None and len(slots) == len(unit.parameters):

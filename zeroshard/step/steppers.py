@@ -201,12 +201,11 @@ class Steppers:
 
     def _consume(self, unit: Unit, *, by_step: bool) -> None:
         visible = self._engine.reducer.visible
-        if unit.grads.state is not GradState.EMPTY or visible.shows(unit):
+        if isinstance(unit.grads, Gradients) and (unit.grads.state is not GradState.EMPTY or visible.shows(unit)):
             of_nobody = self._engine.claims.unclaimed(unit)
             mine = self.units.get(unit, set())
             slots = mine | of_nobody
-            if isinstance(unit.grads, Gradients):
-                self._engine.ledger.discarded |= {id(unit.parameters[slot]) for slot in of_nobody & unit.grads.waiting}
+            self._engine.ledger.discarded |= {id(unit.parameters[slot]) for slot in of_nobody & unit.grads.waiting}
             unit.grads.consume(slots)
             visible.forget(unit, slots, used=mine if by_step else ())
 

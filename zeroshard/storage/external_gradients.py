@@ -11,7 +11,7 @@ Code that reads gradients (a step, a norm, the check for found-inf) uses all thr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -23,14 +23,19 @@ from zeroshard.model.absent import as_tensors
 from zeroshard.storage.gradients import Gradients, GradState
 
 
-class NoGradients:
-    """The gradients of a frozen unit: none. Attributes and methods are those of `Gradients`."""
+class ExternalGradients:
+    """The means over ranks that other code (torch DDP for example) leaves in `p.grad`, in full on every rank. A step
+    reads them there and leaves them there: they belong to the user, who may change them at any time. Attributes and
+    methods are those of `Gradients`."""
 
-    is_external: ClassVar[bool] = False
+    is_external: ClassVar[bool] = True
     is_apart: ClassVar[bool] = False
     state: ClassVar[GradState] = GradState.EMPTY  # nothing to reduce, to show or to consume
     held_in: ClassVar[torch.dtype | None] = None
     most: ClassVar[int] = 0
+
+    def __init__(self, layout: BufferLayout, parameters: Sequence[nn.Parameter]) -> None:
+        self._layout, self._parameters = layout, parameters
 
     @property
     def summed(self) -> set[int]:
@@ -38,7 +43,9 @@ class NoGradients:
 
     @property
     def present(self) -> set[int]:
-        return set()
+        """Slots with a `p.grad`. Not cached: `p.grad` may change at any time."""
+        with as_tensors():
+            return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
 
     @property
     def waiting(self) -> set[int]:
@@ -47,48 +54,17 @@ class NoGradients:
     def sum_only(self, slots: set[int]) -> None:
         """Nothing is summed here."""
 
-    def consume(self, slots: Collection[int] | None = None) -> None:
-        """There is nothing to consume."""
-
     def free(self) -> None:
         """There is nothing to free."""
 
     def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
         assert scratch is not None, "these gradients lie in no buffer"
-        return scratch.zero_()
-
-    def views(self, world: Interval) -> Sequence[Tensor]:
-        return ()
-
-    def in_full(self, index: int) -> Tensor | None:
-        return None
-
-    def storages(self) -> list[Tensor]:
-        return []
-
-
-class ExternalGradients(NoGradients):
-    """The means over ranks that other code (torch DDP for example) leaves in `p.grad`, in full on every rank. A step
-    reads them there and leaves them there: they belong to the user, who may change them at any time."""
-
-    is_external = True
-
-    def __init__(self, layout: BufferLayout, parameters: Sequence[nn.Parameter]) -> None:
-        self._layout, self._parameters = layout, parameters
-
-    @property
-    def present(self) -> set[int]:
-        """Slots with a `p.grad`. Not cached: `p.grad` may change at any time."""
-        with as_tensors():
-            return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
-
-    def read(self, world: Interval, scratch: Tensor | None = None) -> Tensor:
-        out = super().read(world, scratch)
+        scratch.zero_()
         for fragment in self._layout.fragments_in(world):
             grad = self._parameters[fragment.index].grad
             if grad is not None:
-                out[fragment.local.slice] = _elements(grad, fragment.param)
-        return out
+                scratch[fragment.local.slice] = _elements(grad, fragment.param)
+        return scratch
 
     def views(self, world: Interval) -> Sequence[Tensor]:
         return [
@@ -96,6 +72,9 @@ class ExternalGradients(NoGradients):
             for fragment in self._layout.fragments_in(world)
             if (grad := self._parameters[fragment.index].grad) is not None
         ]
+
+    def storages(self) -> list[Tensor]:
+        return []
 
     def in_full(self, index: int) -> Tensor | None:
         grad = self._parameters[index].grad
@@ -109,6 +88,15 @@ class ExternalGradients(NoGradients):
         if grad.is_sparse and not grad.is_coalesced():
             grad.copy_(grad.coalesce())
         return grad._values() if grad.is_sparse else grad.values()
+
+
+class NoGradients(ExternalGradients):
+    """The gradients of a frozen unit: none."""
+
+    is_external = False
+
+    def __init__(self) -> None:
+        super().__init__(BufferLayout((), 0, 1), ())
 
 
 def _elements(grad: Tensor, part: Interval) -> Tensor:
@@ -146,4 +134,4 @@ def _versions(grads: Sequence[Tensor | None]) -> list[int]:
     return [grad._version for grad in grads if grad is not None]
 
 
-AnyGradients = Gradients | ExternalGradients | NoGradients
+AnyGradients = Gradients | ExternalGradients
