@@ -239,7 +239,10 @@ def test_methods_in_place_of_forward() -> None:
             handle.close()
             assert "forward_features" not in vars(model)  # the class's method again
         unregistered = make(Featured)  # the negative control
+        unregistered.act = nn.ReLU()
         handle = zeroshard.shard(unregistered, "zero3", units=Block)
+        handle.register_forward_method(unregistered.act, "forward")  # of a module that needs no unit
+        assert unregistered.act.forward(torch.tensor([-1.0, 1.0])).tolist() == [0, 1]
         with pytest.raises(TypeError, match=r"takes a module and the name of its method, found 'blocks\.0'"):
             handle.register_forward_method("blocks.0", "features")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"register the method .* with handle.register_forward_method"):

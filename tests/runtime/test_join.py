@@ -336,3 +336,30 @@ def _where_one_runs_out(weighted: bool) -> Tensor:
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
     return model.state_dict()["weight"]
+
+
+def discards(rank: int, plan: Any) -> dict[str, Tensor]:
+    """The second step of the rank that goes on begins anew, after a backward."""
+    model = _linear()
+    handle = zeroshard.shard(model, plan)
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    with handle.join():
+        for number in range(2 if rank == 0 else 1):
+            model(_micro_batch(rank, number)).square().mean().backward()
+            if number:
+                model.zero_grad()
+                model(_micro_batch(rank, 2)).square().mean().backward()
+            optimizer.step()
+    return handle.full_state_dict()
+
+
+def test_gradients_that_the_others_discard_are_discarded_on_a_rank_that_has_run_out() -> None:
+    expected = _linear()
+    for terms in ([(0, 0), (1, 0)], [(0, 2)]):
+        expected.zero_grad()
+        for rank, number in terms:
+            (expected(_micro_batch(rank, number)).square().mean() / 2).backward()
+        torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for of_rank in run_ranks(lambda rank: [discards(rank, plan) for plan in PLANS], 2):
+        for found in of_rank:
+            torch.testing.assert_close(found, expected.state_dict(), rtol=0, atol=1e-12)

@@ -208,7 +208,8 @@ def test_a_step_of_other_parameters_may_come_before_it(rank: int, num_ranks: int
         for step in range(3):
             features = model.trunk(torch.linspace(-1, 1, 16).view(2, 8) + rank + step)
             result = model.head(features).square().mean()
-            for loss, optimizer in ((model.critic(features.detach()).square().mean(), second), (result, first)):
+            of_each = (model.critic(features.detach()).square().mean(), second), (result, first)
+            for loss, optimizer in of_each[:: (-1) ** step]:
                 optimizer.zero_grad()
                 loss.backward()
                 if plan is None:

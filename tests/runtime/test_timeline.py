@@ -288,6 +288,11 @@ def test_one_timeline_at_a_time_of_one_block_each() -> None:
         with pytest.raises(ValueError, match=r"expected kinds out of forward, .*, found \('waits',\)"):  # it was 0.0
             empty.seconds_in("waits")
         assert empty.events == () and empty.seconds > 0 and "in waits: 0.0000 s (0%)" in empty.summary()
+        skips = nn.Sequential(nn.Identity(), nn.Linear(2, 2))
+        skips[0].unused = nn.Parameter(torch.ones(2))
+        with zeroshard.shard(skips, "zero3", units=nn.Identity).timeline() as timeline:
+            skips(torch.ones(1, 2, requires_grad=True)).sum().backward()  # a module returns an input without a node
+        assert {event.unit for event in timeline.events if event.kind == "forward"} == {"0", "root"}
         handles[0].close()
         with pytest.raises(RuntimeError, match="timeline: this handle is closed"):
             handles[0].timeline()

@@ -6,6 +6,7 @@ Found with geoopt 0.5.1: points on manifolds left them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -130,14 +131,20 @@ class Sometimes(torch.optim.Optimizer):
                         "vector": p.ndim == 1,
                         "late": number > 2,
                     }.get(self.where, True)
-                    of_layer = vars(p) if self.where == "vars" else p.__dict__ if self.where == "dict" else None
                     scale = 1.0
-                    if looks:
-                        scale = getattr(p, "lr_scale", 1.0) if of_layer is None else of_layer.get("lr_scale", 1.0)
+                    if self.where == "in":
+                        scale = p.__dict__["lr_scale"] if "lr_scale" in p.__dict__ else 1.0  # noqa: SIM401
+                    elif self.where == "item":
+                        with suppress(KeyError):
+                            scale = p.__dict__["lr_scale"]
+                    elif self.where in ("vars", "dict"):
+                        scale = (vars(p) if self.where == "vars" else p.__dict__).get("lr_scale", 1.0)
+                    elif looks:
+                        scale = getattr(p, "lr_scale", 1.0)
                     p.sub_(p.grad, alpha=group["lr"] * scale)
 
 
-SOMETIMES = ("group", "vector", "late", "vars", "dict")
+SOMETIMES = ("group", "vector", "late", "vars", "dict", "in", "item")
 
 
 def test_what_a_class_looks_at_only_sometimes_is_found() -> None:

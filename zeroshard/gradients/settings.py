@@ -131,7 +131,7 @@ def plain(value: Any) -> Any:
     if type(value) in _AS_THEY_ARE:  # most of them: this is asked of each hyper-parameter in each step
         return value
     value = without_numpy(value)
-    if value is None or isinstance(value, (bool, str)):
+    if isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
         return float(value)

@@ -18,7 +18,6 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import on_device
 from zeroshard.model.trees import differentiable
 from zeroshard.storage.unit import Unit
-from zeroshard.storage.weights import Residency
 
 
 class Graph:
@@ -250,11 +249,6 @@ class ToCome:
     def has_any(self) -> bool:
         """Whether backward will come to any unit."""
         return bool(self.visits) or any(self.without_graph.values())
-
-    def has_gathers(self) -> bool:
-        """Whether backward will come to a unit whose gather has not begun."""
-        units = {visit.unit for visit in self.visits} | {unit for unit, marks in self.without_graph.items() if marks}
-        return any(unit.weights.state is Residency.SHARDED for unit in units)
 
     def has(self, unit: Unit) -> bool:
         """Whether backward will come to the unit (again)."""

@@ -355,11 +355,9 @@ class Reducer:
 
     def _may_start(self, unit: Unit) -> bool:
         """Whether a reduction may start before the end of backward; see [Note: the root in the order of reduction] in
-        `units.py`."""
+        `units.py`. (Those of the root are ready only when backward comes to no unit any more.)"""
         if self.now.cursor < self._root_begins or self.now.is_awaited:
             return True
-        if self.to_come.has_gathers():
-            return False
         waits_for = self._reductions.must_finish_before(unit)
         # Not if it waits for the one before it: computation would wait for all of that one.
         return waits_for is None or self._position_of[waits_for] < min(self._root_begins, self.now.cursor - 1)
