@@ -296,6 +296,13 @@ def clipped_between(training: Training, step: int) -> None:
     training.step()
 
 
+def clipped_and_read(training: Training, step: int) -> None:
+    training.backward(step)
+    training.clip()
+    training.norms.append(training.handle.gradient("embed.weight").norm())
+    training.step()
+
+
 def other_norm(training: Training, step: int) -> None:
     training.backward(step)
     training.norms.append(training.optimizer.clip_grad_norm_(0.2, norm_type=3.0))
@@ -396,6 +403,7 @@ EVENTS = {
     "frozen after the forward": Event(frozen_after_forward),
     "clipped twice": Event(twice_clipped, ("gathers", "read", "gathers", "read", "update")),
     "clipped, and discarded": Event(clipped_for_a_look),
+    "clipped, and read": Event(clipped_and_read, ("gathers", "read", "update")),
     "clipped between two backwards": Event(clipped_between, ("gathers", "read", *AHEAD)),
     "another norm": Event(other_norm, ("gathers", "read", "update")),
     "the host is asked for the norm": Event(stops_on_nan, ("gathers", "read", "update")),
