@@ -140,8 +140,6 @@ SUITES = [
     f"{ROUND_TRIPS}::test_every_plan_and_format_of_main_goes_on_bit_for_bit[2]",
     f"{ROUND_TRIPS}::test_an_optimizer_without_a_handle",
     f"{WHOLE}::test_every_precision_and_plan_computes_what_one_process_does[2]",
-    f"{WHOLE}::test_state_goes_to_a_plain_optimizer_and_back",
-    f"{WHOLE}::test_weights_set_from_outside_reach_the_owners",
     f"{WHOLE}::test_stepping_pieces_instead_is_seen",
 ]
 

@@ -132,8 +132,8 @@ def recorded() -> Iterator[list[str]]:
 
 
 class Event(NamedTuple):
-    """What is trained, and what happens in step AT. `ahead`: what that step calls on rank 0. `error`: a part of its
-    message."""
+    """What is trained, and what happens in step AT. `ahead`: what that step calls on rank 0; `ddp`: under DDP, where
+    clips act at once. `error`: a part of its message."""
 
     happens: Callable[[Training, int], None]
     ahead: tuple[str, ...] = AHEAD
@@ -147,6 +147,7 @@ class Event(NamedTuple):
     clip_value: float | None = None
     weight: Callable[[int, int], float | None] = lambda rank, step: None
     micro_batches: int = 1
+    ddp: tuple[str, ...] | None = None
 
 
 def plain(training: Training, step: int) -> None:
@@ -303,6 +304,14 @@ def clipped_and_read(training: Training, step: int) -> None:
     training.step()
 
 
+def clipped_and_seen(training: Training, step: int) -> None:
+    """In a view of the bucket; elsewhere a look waits for the host."""
+    training.backward(step)
+    training.clip()
+    training.norms.append(training.model.embed.weight.grad.norm())
+    training.step()
+
+
 def other_norm(training: Training, step: int) -> None:
     training.backward(step)
     training.norms.append(training.optimizer.clip_grad_norm_(0.2, norm_type=3.0))
@@ -374,11 +383,11 @@ EVENTS = {
         spoiled(math.nan), (*AHEAD, "read"), optimizer=torch.optim.SGD, policy={"non_finite": "skip"}
     ),
     "bf16": Event(plain, precision="bf16"),
-    "bf16 with remainder": Event(plain, precision="bf16-remainder", clip_value=1e-3),
+    "bf16 with remainder": Event(plain, precision="bf16-remainder", clip_value=1e-3, ddp=("gathers", "read", *AHEAD)),
     "weighted": Event(plain, weight=TOKENS, micro_batches=2),
     "weighted, not clipped": Event(plain, weight=TOKENS, max_norm=None),
     "scaled": Event(plain, precision="fp16", scale=zeroshard.DynamicScale(init=2.0**10, growth_interval=3)),
-    "values clipped": Event(plain, clip_value=1e-3),
+    "values clipped": Event(plain, clip_value=1e-3, ddp=("gathers", "read", *AHEAD)),
     "values clipped, norm is not": Event(plain, clip_value=1e-3, max_norm=None),
     "a NaN, raised": Event(spoiled(math.nan), (*AHEAD, "read"), "the gradient was not finite"),
     "an infinity, skipped": Event(spoiled(math.inf), (*AHEAD, "read"), policy={"non_finite": "skip"}),
@@ -394,6 +403,7 @@ EVENTS = {
     "another learning rate after the clip": Event(later_settings),
     "no gradients on rank 0": Event(discarded, ("gathers", "read"), "step on rank 0: no gradients"),
     "no backward at all": Event(nothing, ("gathers", "read")),
+    "clipped, and seen": Event(clipped_and_seen, ("gathers", "read", "update"), ddp=AHEAD),
     "other slots": Event(other_slots, ("gathers", "read", "update"), model=GATED),
     "other slots, and a read of the state": Event(state_between, ("gathers", "read", "update"), model=GATED),
     "no gate anywhere": Event(no_slots, ("gathers", "read", "update"), model=GATED),
@@ -436,10 +446,10 @@ def both(rank: int, plan: Any, event: str) -> tuple[Run, Run]:
 
 def differences(num_ranks: int, plan: Any, event: str) -> list[str]:
     """What differs between runs that go ahead and runs that wait for each answer, and from what the event expects."""
-    return differences_in(run_ranks(both, num_ranks, plan, event), event)
+    return differences_in(run_ranks(both, num_ranks, plan, event), plan, event)
 
 
-def differences_in(found: list[tuple[Run, Run]], event: str) -> list[str]:
+def differences_in(found: list[tuple[Run, Run]], plan: Any, event: str) -> list[str]:
     lines = []
     for rank, (of_ahead, of_host) in enumerate(found):
         for step, (mine, expected) in enumerate(zip(of_ahead.found, of_host.found, strict=True)):
@@ -449,7 +459,8 @@ def differences_in(found: list[tuple[Run, Run]], event: str) -> list[str]:
     (of_ahead, of_host), expected = found[0], EVENTS[event]
     error = next((line for line in of_host.found[AT] if line.startswith(("Invalid", "NotFinite"))), "")
     lines += [f"error: {error!r}"] * (expected.error not in error or bool(error) != bool(expected.error))
-    lines += [f"calls: {of_ahead.calls[AT]}"] * (of_ahead.calls[AT] != list(expected.ahead))
+    calls = expected.ddp if plan == "ddp" and expected.ddp is not None else expected.ahead
+    lines += [f"calls: {of_ahead.calls[AT]}"] * (of_ahead.calls[AT] != list(calls))
     return lines
 
 
@@ -472,7 +483,8 @@ def of_events(start: int) -> dict[tuple[str, str], list[str]]:
         by_rank = run_ranks(in_turn(both, cases), 2 + group % 2)
     by_case = zip(*by_rank, strict=True)
     return {
-        (event, plan): differences_in(list(found), event) for (plan, event), found in zip(cases, by_case, strict=True)
+        (event, plan): differences_in(list(found), plan, event)
+        for (plan, event), found in zip(cases, by_case, strict=True)
     }
 
 
@@ -500,6 +512,31 @@ def clips_on_the_host(rank: int) -> list[list[str]]:
 def test_a_clip_that_needs_the_host_costs_no_gathers() -> None:
     with timed_ranks("late"):
         assert run_ranks(clips_on_the_host, 2) == [[["read", "update"]] * 4] * 2
+
+
+def clipped_beside_a_gradient_by_hand(rank: int) -> None:
+    with queued(), travelling("native"):
+        training = Training(rank, "ddp", EVENTS["nothing"])
+        for step in range(AT + 1):
+            training.optimizer.zero_grad()
+            training.backward(step)
+            if (rank, step) == (0, AT):
+                parameter = next(training.model.parameters())
+                parameter.grad = torch.full_like(parameter, 2.0)
+            norm = training.optimizer.clip_grad_norm_(0.7)
+            if step == AT:
+                assert norm.isnan(), "not that of the gradients before"
+                training.backward(step)
+                with pytest.raises(RuntimeError, match="have changed since clip_grad_norm_"):
+                    training.optimizer.step()
+            else:
+                training.optimizer.step()
+
+
+def test_a_clip_that_the_device_could_not_make_is_not_lost_in_a_later_backward() -> None:
+    """The host makes it behind the reduction of what was set by hand, but not once a backward has added to it."""
+    with timed_ranks("late"):
+        run_ranks(clipped_beside_a_gradient_by_hand, 2)
 
 
 ALONE = ("nothing", "weighted", "scaled", "a NaN, raised", "an overflow", "no weight", "no gate anywhere")

@@ -23,7 +23,7 @@ from zeroshard.placement import REPLICATED
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.ahead import Ahead, Verdict
 from zeroshard.step.assignment import Options
-from zeroshard.step.clipping import Clipping
+from zeroshard.step.clipping import CHANGED_SINCE, Clipping
 from zeroshard.step.control import (
     CONTROL,
     Contribution,
@@ -181,6 +181,7 @@ class Agreement:
             if self.ahead.goes and not asked.is_ahead:
                 self._steppers.take_part(self.ahead.active)  # other ranks may go ahead
             control = asked.question.read()
+            self.clipping.on_device &= control.finite and Status.BY_HAND not in control.status
             if not (control.finite or math.isinf(asked.norm_type)):
                 # Because of an element, or because the fp32 sum of powers overflowed? fp64 norms tell.
                 norms = self.own_norms.exactly_of(asked.gradients, asked.norm_type)
@@ -204,8 +205,7 @@ class Agreement:
         """Clip by the norm in the last answer. Returns it: of the mean gradient, as earlier clips have left it."""
         assert self._asked is not None and self._asked.control is not None, "`answer` was called"
         control = self._asked.control
-        norm = control.norm if control.norm_to_clip is None else control.norm_to_clip
-        norm *= self.mean_factor(control)
+        norm = (control.norm if control.norm_to_clip is None else control.norm_to_clip) * self.mean_factor(control)
         self.clipping.limit(norm)
         return norm
 
@@ -454,11 +454,6 @@ def _meet_again(collectives: Collectives, units: Iterable[Unit]) -> None:
 
 
 _AGAIN = "clip_grad_norm_ or step with gradients that have changed since clip_grad_norm_ (change them on every rank)"
-
-CHANGED_SINCE = (
-    "the gradients in p.grad have changed since clip_grad_norm_ or clip_grad_value_ of the optimizer, which acts in "
-    "the step: the change would be clipped, too. Call it after the last backward; torch.nn.utils clips p.grad itself"
-)
 
 _REFUSED = {Status.HALF_DONE, Status.UNFROZEN, Status.RAISED, Status.DOUBTFUL, Status.NOT_REDUCED}
 """If a rank has one of these, the step raises, also if other ranks have gradients set by hand."""

@@ -189,7 +189,7 @@ class Verdict:
         """The update, which changes nothing if it is void. (Nor does it change the gradient then: the host may use it
         again.)"""
         factor, bound = self.mean * clipping.factor, None
-        if clipping.asked is not None and clipping.awaits_norm:
+        if clipping.asked is not None and clipping.awaits_norm and not clipping.on_device:
             factor = self._limit(clipping.asked[0]) * self.mean  # a norm that is not finite makes the update void
         if isinstance(factor, Tensor) or factor != 1.0:
             factor = self._unless_void(factor, 1.0)

@@ -9,9 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zeroshard.errors import InvalidState
 from zeroshard.gradients.settings import Items, plain
 from zeroshard.step.stepper import Update
 from zeroshard.storage.external_gradients import SeenGradients
+
+CHANGED_SINCE = (
+    "the gradients in p.grad have changed since clip_grad_norm_ or clip_grad_value_ of the optimizer, which acts in "
+    "the step: the change would be clipped, too. Call it after the last backward; torch.nn.utils clips p.grad itself"
+)
 
 
 @dataclass
@@ -24,6 +30,8 @@ class Clipping:
         bounds: that `clip_grad_value_` has asked for, for the comparison between ranks.
         asked: `max_norm` and `norm_type` of `clip_grad_norm_`, for the comparison between ranks.
         awaits_norm: whether the host does not know the norm yet, from which `factor` follows.
+        on_device: whether the device has multiplied by that factor. It has not if the norm was not finite there.
+        added_to: whether a backward has added to the gradient since.
         needs_host: whether the host needs the norm at once.
         of: the gradients that other code has left in `p.grad`, and that the clip is for; None: there are none.
     """
@@ -33,12 +41,14 @@ class Clipping:
     bounds: tuple[float, ...] = ()
     asked: tuple[float, float] | None = None
     awaits_norm: bool = False
+    on_device: bool = False
+    added_to: bool = False
     needs_host: bool = False
     of: SeenGradients | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether a clip has not changed the gradient yet."""
+        """Whether a clip has not changed the gradient yet, as far as the host knows."""
         return self.factor != 1.0 or self.value is not None or self.awaits_norm
 
     @property
@@ -47,10 +57,18 @@ class Clipping:
         return self.waits and self.of is not None and not self.of.are_current()
 
     def limit(self, norm: float) -> None:
-        """Set the factor. `norm`: of the mean gradient; if it is not finite, the step deals with it."""
+        """Set the factor, if the device has not multiplied by it. `norm`: of the mean gradient; if it is not finite,
+        the step deals with it.
+
+        Raises:
+            RuntimeError: the gradient has been added to in the meantime.
+        """
         assert self.asked is not None, "a clip by norm has asked"
-        self.factor = min(1.0, self.asked[0] / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-        self.awaits_norm = False
+        factor = min(1.0, self.asked[0] / (norm + 1e-6)) if math.isfinite(norm) and not self.on_device else 1.0
+        if self.added_to and factor != 1.0:
+            raise InvalidState(CHANGED_SINCE)
+        self.factor = factor
+        self.awaits_norm = self.on_device = self.added_to = False
 
     def clamp(self, value: float) -> None:
         """Clip each element."""

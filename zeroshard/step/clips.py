@@ -17,7 +17,8 @@ from torch import Tensor
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import in_backward
-from zeroshard.step.agreement import CHANGED_SINCE, Agreement
+from zeroshard.step.agreement import Agreement
+from zeroshard.step.clipping import CHANGED_SINCE
 from zeroshard.step.stepper import Update
 from zeroshard.storage.external_gradients import ExternalGradients, SeenGradients
 from zeroshard.storage.gradients import Gradients, GradState
@@ -101,12 +102,18 @@ class Clips:
             for unit in units
         )
         is_told = self._engine.collectives.orders is not None  # followers of a join are told the factor with the step
-        if is_exact and not is_told and self._engine.reducer.visible.final and not clipping.awaits_norm:
-            self.apply()
+        if is_exact and not is_told and self._engine.reducer.visible.final:
+            if clipping.awaits_norm and clipping.value is not None:
+                self._agreement.answer()  # the bound acts on what the factor has left
+            self.apply(on_device=True)
 
     @torch.no_grad()
-    def apply(self, mean: float | None = None) -> None:
-        """Clip the gradients now. `mean`: the factor from their values to the mean gradient; None: it may not be known.
+    def apply(self, mean: float | None = None, *, on_device: bool = False) -> None:
+        """Clip the gradients now.
+
+        Args:
+            mean: the factor from their values to the mean gradient; None: it may not be known.
+            on_device: if the host does not know the norm yet, it does not wait for it.
 
         Raises:
             RuntimeError: losses are scaled or weighted, and only the step knows the bound of each element; or other
@@ -120,13 +127,15 @@ class Clips:
             verdict = self._agreement.verdict()
             if verdict is None:
                 return
-            if in_backward():  # no exchange here: the factor stays on the device
+            if on_device or in_backward():  # no exchange here
                 assert clipping.asked is not None, "a clip by norm has asked"
-                factor, clipping.awaits_norm = verdict.clip_factor(clipping.asked[0]), False
+                if not clipping.on_device:
+                    factor, clipping.on_device = verdict.clip_factor(clipping.asked[0]), True
+                clipping.added_to = in_backward()
             else:
                 self._agreement.answer()
                 factor = clipping.factor
-        if not clipping.waits and not isinstance(factor, Tensor):
+        if not isinstance(factor, Tensor) and factor == 1.0 and clipping.value is None:
             return
         bound = clipping.value
         if bound is not None and mean is not None:
