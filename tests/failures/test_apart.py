@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroshard
@@ -18,7 +19,7 @@ from zeroshard.comm.shared_transport import SharedTransport
 from zeroshard.placement import Plan
 from zeroshard.ranks.common import Common
 from zeroshard.ranks.shared_memory import Location, Process, SharedMemory
-from zeroshard.step import control
+from zeroshard.step import same_weights
 from zeroshard.testing import run_ranks
 
 
@@ -49,6 +50,32 @@ def until_it_raises(
 
 def nothing(model: nn.Module, step: int) -> None:
     pass
+
+
+def written(rank: int) -> list[int]:
+    """For each plan and who writes at step 1 the step that raises."""
+
+    def then(who: Callable[[nn.Parameter], None]) -> Callable[[nn.Module, int], None]:
+        return lambda model, step: who(model.blocks[1].up.weight) if step == 1 else None
+
+    def by_last(weight: nn.Parameter) -> None:
+        if rank == dist.get_world_size() - 1:
+            weight.mul_(0.9)
+
+    def by_first_for_all(weight: nn.Parameter) -> None:
+        if rank == 0:
+            weight.mul_(0.9)
+        dist.broadcast(weight.data, 0)
+
+    ways = by_last, by_first_for_all, lambda weight: weight.mul_(0.9)
+    plans = zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO2
+    return [steps_until_it_raises(rank, plan, torch.no_grad()(then(way)), most=3) for plan in plans for way in ways]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_write_on_one_rank_alone_is_found_by_the_next_step(num_ranks: int) -> None:
+    """It was found where a sample happened to hit it. The next gather made the ranks equal again, without the write."""
+    assert run_ranks(written, num_ranks) == [[1, 3, 3] * 3] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -115,7 +142,7 @@ def test_ranks_that_compute_with_other_kernels_are_told_so(other: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1 and other:
-                patch.setattr(control, "kernels", lambda device: other)
+                patch.setattr(same_weights, "kernels", lambda device: other)
             return until_it_raises(rank, PLANS[0], write)[1]
 
     for text in run_ranks(run, 2):

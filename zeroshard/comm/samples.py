@@ -8,6 +8,7 @@ digest of the bits (so a NaN equals itself). The ranks exchange the samples them
 from __future__ import annotations
 
 from collections.abc import Sequence
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Samples:
 
     Attributes:
         turn: how often they have been compared.
+        written: the units that this rank has written to since.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +43,7 @@ class Samples:
         self._places: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._taken: dict[int, tuple[int, str]] = {}  # row -> (number, unit)
         self._numbers = self._of_means = 0
+        self.written: set[str] = set()
         self.turn = 0
 
     def next_number(self, *, of_mean: bool = False) -> int:
@@ -75,8 +78,11 @@ class Samples:
 
     def digest(self) -> Tensor:
         """0-d int64: upper bits of a sum of products with odd factors; they depend on all bits of the samples. (Not of
-        words of 64 bits: their highest bits, the signs of float64, are the same in all products, and two cancel.)"""
+        words of 64 bits: their highest bits, the signs of float64, are the same in all products, and two cancel.) And
+        they depend on which units have been written to."""
         total = torch.mul(self._rows.view(torch.int32), self._factors, out=self._products).sum()
+        if self.written:
+            total = total + (crc32(repr(sorted(self.written)).encode()) << 16)
         return (total >> 16) & _MASK
 
     def listing(self) -> Listing:
@@ -87,10 +93,12 @@ class Samples:
         """Drop the samples: they have been compared."""
         self._rows.zero_()
         self._taken.clear()
+        self.written.clear()
 
     def compared(self) -> None:
         """The samples are equal on all ranks."""
         self.turn += 1
+        self.written.clear()
 
 
 def first_difference(listings: Sequence[Listing]) -> tuple[int, str] | None:

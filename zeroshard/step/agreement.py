@@ -35,6 +35,7 @@ from zeroshard.step.control import (
 from zeroshard.step.own_norms import OwnNorms
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.same_gradients import SameGradients
+from zeroshard.step.same_weights import SameWeights
 from zeroshard.step.steppers import Steppers
 from zeroshard.storage.gradients import GradState
 from zeroshard.storage.unit import Unit
@@ -244,7 +245,8 @@ class Agreement:
         flags = [flag for unit in self.units for flag in unit.have_gradients()]
         # A gather in flight would mix old weights and those that the step writes.
         self._engine.gatherer.finish()
-        self._sample_weights()
+        weights = SameWeights(self._engine)
+        weights.look()
         if self.same is not None and status is Status.READY:
             self.same.look(self.units)
         gradients = list(self._steppers.own_gradients()) if status is Status.READY else []
@@ -261,6 +263,7 @@ class Agreement:
             self._reported,
             overflows,
             self.same,
+            weights,
         )
         question = ask(self._engine.collectives, contribution)
         about = self._about(norm_type, by_hand)
@@ -329,15 +332,6 @@ class Agreement:
             (*own, *self.clipping.settings(), *given),
             self._engine.reducer.visible.edited(),
         )
-
-    def _sample_weights(self) -> None:
-        """Sample one unit whose weights rest in full, a different one each time: no other check may find that they
-        differ between ranks."""
-        samples, units = self._engine.collectives.samples, self._engine.units
-        if units and self._engine.collectives.mesh.world.size > 1:
-            unit, number = units[samples.turn % len(units)], samples.next_number()  # the same on every rank
-            if unit.weights.is_resting_in_full:  # if only some ranks skip it here, the comparison skips it
-                samples.take(number, unit.name, unit.weights.full)
 
     def forget(self) -> None:
         """Forget the last control exchange, and the clips: its gradients have been consumed."""

@@ -20,11 +20,9 @@ from torch import Tensor
 from zeroshard.comm import alike
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven, Unread, on_device
-from zeroshard.comm.samples import first_difference
 from zeroshard.errors import InvalidState
 from zeroshard.gradients.settings import SettingsReport, difference
 from zeroshard.layout import exact
-from zeroshard.ranks.backends import kernels
 from zeroshard.step.gradient_norms import (
     largest,
     norm_terms,
@@ -35,6 +33,7 @@ from zeroshard.step.gradient_norms import (
     powers_of,
 )
 from zeroshard.step.same_gradients import SameGradients
+from zeroshard.step.same_weights import SameWeights
 
 CONTROL = "a step (optimizer.step, optimizer.clip_grad_norm_)"
 _RECENT = 2000
@@ -126,6 +125,7 @@ class Contribution:
         settings: of this rank's step.
         on_device: bool [n], on the device: sets the last n flags as well.
         same: samples of the gradients, if every rank has them in full.
+        weights: those that every rank has in full.
     """
 
     status: Status
@@ -135,6 +135,7 @@ class Contribution:
     settings: SettingsReport
     on_device: Tensor | None = None
     same: SameGradients | None = None
+    weights: SameWeights | None = None
 
 
 Numbers = TypeVar("Numbers", Sequence[int], Tensor)
@@ -322,9 +323,8 @@ def _expect_agreement(collectives: Collectives, own: Contribution, row: Row[Sequ
     own.settings.end()
     if not same_collectives:
         raise InvalidState(_first_difference(collectives))
-    if not same_samples:
-        _expect_same_samples(collectives)
-        collectives.samples.forget()
+    if not same_samples and own.weights is not None:
+        own.weights.expect_same(CONTROL)
     collectives.samples.compared()  # not forgotten: a queued update may have taken further ones
     if own.same is not None:
         if set(status) == {Status.READY} and not same_gradients:
@@ -396,30 +396,3 @@ def _expect_same_settings(collectives: Collectives, settings: SettingsReport) ->
     settings.end()
     if found:
         raise InvalidState(f"the ranks step with different settings. {found}")
-
-
-def _expect_same_samples(collectives: Collectives) -> None:
-    """One more exchange, after digests have differed.
-
-    Raises:
-        RuntimeError: with the first sample that differs.
-    """
-    mine = collectives.samples.listing(), kernels(collectives.device)
-    listings, of_ranks = zip(*collectives.exchange_objects(mine, CONTROL), strict=True)
-    difference = first_difference(listings)
-    if difference is not None:
-        collectives.samples.forget()
-        rank, unit = difference
-        others = (
-            f"rank 0 computes with {of_ranks[0]}, and rank {rank} with {of_ranks[rank]}, which may round differently: "
-            "use a plan in which one rank updates each weight (zero1, in one dimension)"
-            if of_ranks[0] != of_ranks[rank]
-            else "data are damaged on their way between ranks"
-        )
-        raise InvalidState(
-            f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
-            "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
-            "`with handle.unsharded(write=True):`), or by a module in its first forward, from the batch of each rank "
-            "(call the model once before shard())? Are they statistics, as in Keras (shard(..., ignored=))? Does the "
-            f"optimizer draw random numbers? If none of it, {others}. Continue from a checkpoint"
-        )

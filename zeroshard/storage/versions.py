@@ -50,6 +50,7 @@ class Versions:
         self.may_be_differentiated = False
         self.kept: dict[int, int] = {}
         self.copies = ViewCopies()
+        self._writes = self.writes()
         self._num_hooks: dict[int, int] = {}  # slot -> how many hooks it had when its values were compared
 
     def guard(self) -> None:
@@ -79,6 +80,11 @@ class Versions:
         with as_tensors():
             versions = self._here or [parameter._version for parameter in self._parameters]
         return [*map(sub, versions, self._renewals)]
+
+    def has_new_writes(self) -> bool:
+        """Whether a parameter has been written to since this was asked last."""
+        before, self._writes = self._writes, self.writes()
+        return before != self._writes
 
     def number(self, slot: int) -> int:
         """The version of a parameter, also while its values are gone."""
