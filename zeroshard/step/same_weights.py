@@ -36,7 +36,7 @@ class SameWeights:
         }
 
     def expect_same(self, what: str) -> None:
-        """Two or three more exchanges, after digests have differed. `what`: their purpose.
+        """One more exchange, or two, after digests have differed. `what`: their purpose.
 
         Raises:
             RuntimeError: on every rank, with the first unit that differs.

@@ -78,12 +78,16 @@ class Versions:
     def writes(self) -> list[int]:
         """For each parameter a number that changes when it is written to, and not by the methods above."""
         with as_tensors():
-            versions = self._here or [parameter._version for parameter in self._parameters]
+            return self._count_writes()
+
+    def _count_writes(self) -> list[int]:
+        versions = self._here or [parameter._version for parameter in self._parameters]
         return [*map(sub, versions, self._renewals)]
 
     def has_new_writes(self) -> bool:
-        """Whether a parameter has been written to since this was asked last."""
-        before, self._writes = self._writes, self.writes()
+        """Whether a parameter has been written to since this was asked last. For units whose weights are here: this is
+        asked in each step."""
+        before, self._writes = self._writes, self._count_writes()
         return before != self._writes
 
     def number(self, slot: int) -> int:
