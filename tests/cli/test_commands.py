@@ -252,7 +252,8 @@ def test_dcp_needs_a_word(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "optimizer" in text and "left out" not in text
     said(capsys, "export", saved, tmp_path / "bare", "--format", "dcp", "--no-optimizer", "--model-key", "")
     again = ["import", tmp_path / "bare", tmp_path / "run", "--step", 1, "--allow-pickle"]
-    assert "has no tensor under 'model'" in said(capsys, *again, code=1)
+    text = said(capsys, *again, code=1)
+    assert "has no tensor under 'model'" in text and "(--model-key)" in text
     said(capsys, *again, "--model-key", "")
     first, second = (read_all(tmp_path / "run" / f"step-{step}") for step in (0, 1))
     assert same_bits({k: v for k, v in first.items() if k.startswith("model/")}, second)
@@ -313,12 +314,14 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("inspect /nowhere", "/nowhere is not a checkpoint, and contains none"),
+        ("inspect /nowhere", "/nowhere is not a checkpoint, and contains none: there is no such folder"),
+        ("verify {}/.. --all", "holds no checkpoint: expected the folder of one run, such as {}/../"),
+        ("prune {}/.. --keep-last 1", "holds no checkpoint: expected the folder of one run, such as {}/../"),
         ("inspect {}/..", "and contains none: expected a step, or the folder of one run, such as {}/../"),
         ("inspect /nowhere/step-3", "there is no folder /nowhere/step-3"),
         ("verify {} --step 9", "holds no step 9; it has the steps [1, 2, 3]"),
         ("verify {}/step-2 --step 1", "--step 1: {}/step-2 is one step already"),
-        ("verify /nowhere --all", "/nowhere holds no checkpoint"),
+        ("verify /nowhere --all", "/nowhere holds no checkpoint: there is no such folder"),
         ("verify {}/step-2 --all", "{}/step-2 is one step already: name its parent"),
         ("prune {}/step-2 --keep-last 1", "{}/step-2 is one step already: name its parent"),
         ("export {} {}/step-2", "{}/step-2 holds checkpoints: name another folder"),
@@ -337,7 +340,7 @@ def test_prune(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("import {} {} --step -1", "-1 is not in the range x>=0"),
         ("prune {}", "Missing option '--keep-last'"),
         ("prune {} --keep-last 0", "0 is not in the range x>=1"),
-        ("prune /nowhere --keep-last 1", "/nowhere holds no checkpoint"),
+        ("prune /nowhere --keep-last 1", "/nowhere holds no checkpoint: there is no such folder"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -145,6 +145,8 @@ def test_the_last_optimizer_has_the_parameters() -> None:
             assert sharding.take_over(second) is second
             with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
                 sharding.take_over(torch.optim.LBFGS(model.parameters()))
+            with pytest.raises(ValueError, match=r"AdamW has no parameters to train: .* requires_grad_"):
+                sharding.take_over(torch.optim.AdamW([{"params": []}]))
             loss_of_tokens(model, rank, 0, 0).backward()
             assert second.step().applied  # an error leaves it as it was
             assert not is_retired(second)

@@ -101,8 +101,19 @@ def test_an_evaluation_before_leaves_the_training_as_it_is(tmp_path: Path) -> No
     run_ranks(check, 2)
 
 
+def absent() -> Any:
+    """Its parameters are on the meta device, its buffers not."""
+    import accelerate
+
+    from tests.real_models.real import llama
+
+    with accelerate.init_empty_weights(include_buffers=False):
+        return llama()
+
+
 def test_after_a_refused_trainer_the_next_one_trains(tmp_path: Path) -> None:
-    """The Trainer's own Accelerator had set itself up for FSDP before the refusal, for the rest of the process."""
+    """The Trainer's own Accelerator had set itself up for FSDP before the refusal, for the rest of the process. Another
+    one begins with a model without values."""
     pytest.importorskip("accelerate")
     if is_older():
         pytest.skip("transformers 4 sets the variable in TrainingArguments")
@@ -115,5 +126,10 @@ def test_after_a_refused_trainer_the_next_one_trains(tmp_path: Path) -> None:
         run = trainer(tmp_path, "zero3", save_strategy="no")
         run.train()
         assert run.state.global_step == STEPS
+        run.save_model(tmp_path / "saved")
+        torch.distributed.barrier()
+        again = trainer(tmp_path, "zero3", absent, {"materialize": tmp_path / "saved"}, save_strategy="no")
+        assert again.evaluate(Texts())["eval_loss"] == run.evaluate(Texts())["eval_loss"]
+        assert same_bits(again.handle.full_state_dict(), run.handle.full_state_dict())
 
     run_ranks(check, 2)

@@ -234,13 +234,17 @@ def test_the_helpers_of_torch_work_or_name_the_block_that_they_need() -> None:
 
 def test_what_cannot_be_stateful_is_refused() -> None:
     def check(rank: int) -> None:
-        model, handle, _ = sharded("zero1")
+        model, handle, optimizer = sharded("zero1")
         _, _, other = sharded("zero1")
         with pytest.raises(TypeError, match=r"write zeroshard.integrations.dcp.stateful\(handle, optimizer\)"):
             stateful(model)
         with pytest.raises(TypeError, match="expected a ShardedOptimizer, found SGD"):
             stateful(handle, torch.optim.SGD([nn.Parameter(torch.ones(1))]))
+        with pytest.raises(TypeError, match="found list: one optimizer"):
+            stateful(handle, [other])
         with pytest.raises(ValueError, match="belongs to another model than the handle"):
             stateful(handle, other)
+        with pytest.raises(ValueError, match=r"load: the folder has the optimizer's state of mine, .* of no parameter"):
+            stateful(handle, optimizer)["optim"].load_state_dict({"state": {}, "param_groups": [{"params": ["mine"]}]})
 
     run_ranks(check, 1)

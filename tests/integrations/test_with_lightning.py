@@ -547,6 +547,8 @@ def test_what_lightning_cannot_have_here_is_refused() -> None:
     assert StrategyRegistry.get("zeroshard_zero1").sharding == Sharding("zero1")
     assert STRATEGY_REGISTRY.get("zeroshard").sharding == Sharding("zero3")
     strategy = ShardedStrategy()
+    with pytest.raises(ValueError, match=r"is not sharded yet: trainer.fit\(model\)"):
+        strategy.handle  # noqa: B018  which raises
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
     strategy.precision_plugin = MixedPrecision("16-mixed", "cpu", scaler)
     assert strategy.sharding.precision == "16-mixed"

@@ -43,7 +43,7 @@ def test_later_files_win_field_by_field(tmp_path: Path) -> None:
         ("[model]\nlayers = 0", "model.layers = 0: expected greater than or equal to 1"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: expected a finite number"),
         ("[parallel]\nplan = 'zero4'", "parallel.plan = 'zero4': expected 'ddp', 'zero1', 'zero2' or 'zero3'"),
-        ("[model]\nheads = 3", "model: width 256 does not split into 3 heads of even size"),
+        ("[model]\nheads = 3", "model: width 256 does not split into 3 heads of even size: expected a multiple of 6"),
         ("[data]\nend_of_text = 'x'", "data: end_of_text is a token of the tokenizer, and the tokens are bytes"),
         (
             "[optimizer]\nloss_scale_growth = 9",

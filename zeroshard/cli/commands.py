@@ -40,12 +40,18 @@ def find(path: Path, step: int | None) -> Path:
     known = folders.steps(path)
     begun = known | folders.without_manifest(path)
     if not begun:
-        runs = sorted(one for one in path.glob("*") if folders.steps(one))
-        hint = f": expected a step, or the folder of one run, such as {runs[0]}" if runs else ""
-        raise click.ClickException(f"{path} is not a checkpoint, and contains none{hint}")
+        raise click.ClickException(f"{path} is not a checkpoint, and contains none{_instead(path, 'a step, or ')}")
     if step is not None and step not in begun:
         raise click.ClickException(f"{path} holds no step {step}; it has the steps {sorted(known)}")
     return folders.find(path, step)
+
+
+def _instead(path: Path, also: str = "") -> str:
+    """What to name in place of a folder that has no steps, for the error message."""
+    if not path.exists():
+        return ": there is no such folder"
+    runs = sorted(one for one in path.glob("*") if folders.steps(one))
+    return f": expected {also}the folder of one run, such as {runs[0]}" if runs else ""
 
 
 # inspect --------------------------------------------------------------------------------------------------------------
@@ -174,7 +180,7 @@ def _every(path: Path) -> list[Path]:
     _expect_no_step(path)
     found = [*folders.steps(path).items(), *folders.without_manifest(path).items()]
     if not found:
-        raise click.ClickException(f"{path} holds no checkpoint")
+        raise click.ClickException(f"{path} holds no checkpoint{_instead(path)}")
     return [folder for _, folder in sorted(found)]
 
 
@@ -196,7 +202,7 @@ def prune(directory: Path, keep_last: int, keep_every: int | None, dry_run: bool
     """
     _expect_no_step(directory)
     if not folders.steps(directory):
-        raise click.ClickException(f"{directory} holds no checkpoint")
+        raise click.ClickException(f"{directory} holds no checkpoint{_instead(directory)}")
     work = pruning.to_prune if dry_run else pruning.prune
     gone = work(directory, keep_last=keep_last, keep_every=keep_every)
     say(f"{'would remove' if dry_run else 'removed'} {', '.join(map(folders.step_name, gone)) or 'nothing'}")

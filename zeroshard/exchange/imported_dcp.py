@@ -102,7 +102,10 @@ class _FromDcp:
                     self._used.add(there)
         if not self._model:
             has = [*self._folder.tensors][:5]
-            raise CheckpointError(f"{self._folder.folder} has no tensor under {key!r}; it has {has}")
+            raise CheckpointError(
+                f"{self._folder.folder} has no tensor under {key!r}; it has {has}: name what stands before the names "
+                'of the model by model_key= (--model-key), "" where nothing does'
+            )
 
     def take_state(self, prefix: str) -> None:
         """Take the optimizer's state of each parameter, under the names of `saved_state.py`. A state that is blank (as

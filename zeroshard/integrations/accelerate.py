@@ -79,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
                 )
             _expect_known(self)
             _expect_one_folder(self)
-            self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision=")
+            self.sharding = sharding.in_precision(self.mixed_precision, "mixed_precision= (a Trainer's bf16=, fp16=)")
         init()
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
 

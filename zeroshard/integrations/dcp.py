@@ -46,8 +46,8 @@ def stateful(handle: Handle, optimizer: ShardedOptimizer | None = None) -> dict[
         return {"model": _Model(handle)}
     if not isinstance(optimizer, ShardedOptimizer):
         raise InvalidType(
-            f"stateful: expected a ShardedOptimizer, found {type(optimizer).__name__}: save a plain optimizer under a "
-            "key of its own"
+            f"stateful: expected a ShardedOptimizer, found {type(optimizer).__name__}: one optimizer (param groups may "
+            "have classes of their own); save a plain optimizer under a key of its own"
         )
     if optimizer.engine is not handle.engine:
         raise InvalidValue("stateful: the optimizer belongs to another model than the handle: one call for each model")
@@ -82,8 +82,18 @@ class _Optimizer(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Collective. A parameter whose state was blank starts with none, as if it had not been saved: a class may have
-        numbers that do not start at zero, or do something else in its first step."""
+        numbers that do not start at zero, or do something else in its first step.
+
+        Raises:
+            ValueError: it is of other parameters. (torch reads what is asked for, and the param groups as a whole.)
+        """
         number = {name: index for index, name in enumerate(self._names())}
+        if unknown := [name for group in state_dict["param_groups"] for name in group["params"] if name not in number]:
+            raise InvalidValue(
+                f"load: the folder has the optimizer's state of {', '.join(unknown[:3])}, the name of no parameter of "
+                "this optimizer: build the model and its param groups as when it was saved; or load the model alone, "
+                "stateful(handle, None)"
+            )
         state = {number[name]: one for name, one in state_dict["state"].items() if not _is_blank(one)}
         groups = [
             {**group, "params": [number[name] for name in group["params"]]} for group in state_dict["param_groups"]

@@ -163,6 +163,9 @@ class Sharding:
         handle = next(iter(handles.values()), None)
         if len(handles) != 1 or handle is None:
             found, remedy = "parameters of several models", "one optimizer for each model, or one module that has both"
+            if not parameters:
+                found = "no parameters to train"
+                remedy = "call requires_grad_(True) for what is to be trained, before it is made"
             if strangers := sum(handle_of(parameter) is None for parameter in parameters):
                 found = f"{strangers} parameters that belong to no sharded model"
                 remedy = "prepare (set up) the model before its optimizer or together with it"

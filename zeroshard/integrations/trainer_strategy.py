@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.handle import Handle
 from zeroshard.integrations.fabric_strategy import (
@@ -64,7 +64,8 @@ class InTrainer(ForEitherPackage):
         Raises:
             ValueError: it is not sharded yet.
         """
-        return expect_handle_of(self.lightning_module, "trainer.fit(model), or validate or test,")
+        model = nn.Module() if self.lightning_module is None else self.lightning_module
+        return expect_handle_of(model, "trainer.fit(model), or validate or test,")
 
     @property
     def precision_plugin(self) -> Any:

@@ -21,7 +21,7 @@ from zeroshard.checkpoint import load, save
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.accelerate import FOLDER, Accelerator, expect_alone
-from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, needing
+from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, is_movable, needing
 from zeroshard.model.units import plain_name
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
@@ -137,7 +137,7 @@ class ShardedTrainerMixin:
         super().add_callback(callback)  # type: ignore[misc]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if handle_of_model(model) is None:  # else it is there, by `shard` or an earlier Trainer, and must not be moved
+        if is_movable(model):  # else it is there, by `shard` or an earlier Trainer; or `shard` gives it values there
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -86,7 +86,8 @@ class TensorFile:
         except FileNotFoundError:
             raise CheckpointError(f"there is no file {path}") from None
         except OSError as error:
-            hint = ": it is a link, and links are not followed" if path.is_symlink() else ""
+            hint = ": it is a link, and an import follows links with follow_links=True (--follow-links)"
+            hint = hint if path.is_symlink() else ""
             raise CheckpointError(f"{path} cannot be read{hint}: {error}") from None
         try:
             with checking(path):

@@ -62,7 +62,10 @@ class ModelConfig(_Section):
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "ModelConfig":
         if self.width % (2 * self.heads):
-            raise InvalidValue(f"width {self.width} does not split into {self.heads} heads of even size")
+            raise InvalidValue(
+                f"width {self.width} does not split into {self.heads} heads of even size: expected a multiple of "
+                f"{2 * self.heads}"
+            )
         return self
 
     @model_validator(mode="after")

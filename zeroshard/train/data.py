@@ -126,7 +126,8 @@ class Batches:
         if self.num_windows < self.sequences:
             raise UserError(
                 f"the training text holds {self.num_windows} sequences of {self.context} tokens, "
-                f"expected at least the {self.sequences} of one step: use more text or a smaller batch"
+                f"expected at least the {self.sequences} of one step: use more text, or a smaller model.context or "
+                "batch.sequences"
             )
 
     @property
