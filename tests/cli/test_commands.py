@@ -16,10 +16,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.common import Awkward, Kind, Run, muon_and_adamw, read_all, same_bits, seed_all
-from zeroshard.checkpoint import newest_good
+from zeroshard.checkpoint import CheckpointError, newest_good
 from zeroshard.cli.main import run
 from zeroshard.cli.terminal import table
 from zeroshard.errors import AlreadyExists
+from zeroshard.exchange import export
 from zeroshard.io.refused import in_words
 from zeroshard.testing import run_ranks
 
@@ -78,6 +79,8 @@ def test_verify(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     directory = shutil.copytree(saved, tmp_path / "run")
     assert "step-3: whole" in said(capsys, "verify", directory)
     assert said(capsys, "verify", directory, "--all").count(": whole; ") == 3
+    with pytest.raises(CheckpointError, match=r"does not exist: .* directory of the steps \[1, 2, 3\]: name .*/step-3"):
+        export(directory, tmp_path / "out")
     path = directory / "step-2" / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import files
-from zeroshard.checkpoint.folders import identity, step_of
+from zeroshard.checkpoint.folders import identity, step_of, steps
 from zeroshard.checkpoint.index import BLOCK_BYTES, Chunk, Index, digest_of
 from zeroshard.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -55,6 +55,9 @@ class Reader(OpenFiles):
             try:
                 data = read_whole(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES)
             except FileNotFoundError:
+                if known := steps(folder):
+                    newest = known[max(known)]
+                    refuse(f"does not exist: this is no step, but the directory of the steps {[*known]}: name {newest}")
                 refuse("does not exist, and the step cannot be read without it: copy the step again, or use another")
             self.manifest = Manifest.decode(data)
             self.digest = digest_in(data)
