@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.kit import DEVICE
 from zeroshard.step import ahead, flat_step, gradient_norms
 
-_IS_FUSED, _RUN_STEP = ahead.is_fused, flat_step.run_step
+_IS_FUSED, _TRIED_STEP = ahead.is_fused, flat_step.tried_step
 
 
 def rounded_root(value: Tensor) -> Tensor:
@@ -28,16 +28,15 @@ def rounded_root(value: Tensor) -> Tensor:
 
 @contextmanager
 def ahead_of_host() -> Iterator[None]:
-    run_step = flat_step.run_step
+    tried_step = flat_step.tried_step
 
-    def unless_void(optimizer: Any, arguments: Any = None, is_void: Tensor | None = None) -> None:
-        if is_void is None or not is_void:
-            run_step(optimizer, arguments)
+    def unless_void(optimizer: Any, arguments: Any = None, is_void: Tensor | None = None) -> Exception | None:
+        return tried_step(optimizer, arguments) if is_void is None or not is_void else None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "has_queue", lambda device: True)
         patch.setattr(ahead, "is_fused", lambda stepper, options: True)
-        patch.setattr(flat_step, "run_step", unless_void)
+        patch.setattr(flat_step, "tried_step", unless_void)
         patch.setattr(gradient_norms, "root", rounded_root)
         yield
 
@@ -48,7 +47,7 @@ def queued(*, is_ahead: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ahead, "has_queue", lambda device: is_ahead)
         patch.setattr(ahead, "is_fused", _IS_FUSED)  # whatever all tests do
-        patch.setattr(flat_step, "run_step", _RUN_STEP)
+        patch.setattr(flat_step, "tried_step", _TRIED_STEP)
         if DEVICE.type != "cuda":
             patch.setattr(gradient_norms, "root", rounded_root)
         yield

@@ -275,6 +275,8 @@ class ShardedOptimizer(TorchOptimizer):
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients(by_step=True)
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
+        if self._steppers.raised:  # only now: the other ranks, on which nothing has been raised, have gone on
+            raise self._steppers.raised.pop()
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
     def _carry_out(self, what: str, work: Callable[[], R]) -> R:
@@ -286,6 +288,7 @@ class ShardedOptimizer(TorchOptimizer):
         self.engine.reducer.use_idle_buckets()
         with self.agreement.updating():
             self._steppers.step(self.param_groups, active, update, dict(arguments))
+        self.agreement.half_done = bool(self._steppers.raised)
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -27,7 +27,7 @@ from zeroshard.layout.cuts import SCRATCH_ALIGNMENT, batches, sizes_for
 from zeroshard.layout.interval import Interval, round_up
 from zeroshard.step.assignment import Assignment, Options
 from zeroshard.step.flat_state import FlatState, Piece, main_tensor
-from zeroshard.step.inner import Arguments, run_method, run_step
+from zeroshard.step.inner import Arguments, run_method, tried_step
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import in_parts
 from zeroshard.storage.unit import Unit
@@ -195,14 +195,14 @@ class FlatStep:
         update: Update,
         updated: Callable[[Unit], None],
         arguments: Options,
-    ) -> None:
+    ) -> Exception | None:
         """One step of all active pieces, a batch at a time."""
         self._set_active(active)
         self._plan()
-        inner = self.state.inner
+        inner, raised = self.state.inner, None
         try:
             for number, batch in enumerate(self._batches):
-                self._step_batch(batch, options, update, arguments, is_first=not number)
+                raised = self._step_batch(batch, options, update, arguments, is_first=not number) or raised
                 for unit in batch.finished:
                     updated(unit)
         finally:
@@ -210,6 +210,7 @@ class FlatStep:
             for index, group in inner.groups.items():
                 group["params"] = self.state.tensors_of(index)
         inner.write_options(options)
+        return raised
 
     @phase("step: batch")
     def _step_batch(
@@ -220,7 +221,7 @@ class FlatStep:
         arguments: Options,
         *,
         is_first: bool,
-    ) -> None:
+    ) -> Exception | None:
         inner = self.state.inner
         self._gradient_scratch.rewind()
         self._main_scratch.rewind()
@@ -237,7 +238,7 @@ class FlatStep:
             stepped = {index: group for index, group in inner.groups.items() if group["params"] or is_first}
             inner.read_options(options, stepped)
             inner.optimizer.param_groups[:] = stepped.values()
-            run_step(inner.optimizer, arguments, update.is_void)
+            raised = tried_step(inner.optimizer, arguments, update.is_void)
         finally:
             # Also after an error: gradients are scratch that the next step overwrites, or views of a bucket that will
             # be given back.
@@ -245,6 +246,7 @@ class FlatStep:
                 piece.tensor.grad = None
         for stretch, main in zip(batch.stretches, joined, strict=True):
             self._store(stretch, main, in_step=True)
+        return raised
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -94,7 +94,8 @@ class Inner:
         have saved (step counts that were no tensors)."""
         optimizer: Any = self.optimizer
         if optimizer.state and hasattr(optimizer, "__setstate__"):
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+            with suppress(KeyError, TypeError):  # an item is missing, or is no number: a step raises, where ranks agree
+                optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
@@ -197,6 +198,21 @@ def _calls(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                     group["params"] = params
             return
     yield
+
+
+def tried_step(
+    optimizer: torch.optim.Optimizer, arguments: Options | None = None, is_void: Tensor | None = None
+) -> Exception | None:
+    """`run_step`, which may raise on this rank alone.
+
+    Returns:
+        What it has raised. The other ranks wait for what follows in the step, so this rank takes part, and raises then.
+    """
+    try:
+        run_step(optimizer, arguments, is_void)
+    except Exception as error:
+        return error
+    return None
 
 
 @contextmanager

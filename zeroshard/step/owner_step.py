@@ -27,7 +27,7 @@ from torch import Tensor
 from zeroshard.comm.ranges import phase, span
 from zeroshard.layout.interval import Interval
 from zeroshard.step.assignment import Assignment, Options, shows_gradient
-from zeroshard.step.inner import Arguments, run_method, run_step
+from zeroshard.step.inner import Arguments, run_method, tried_step
 from zeroshard.step.owner_state import OwnerState, WholeParameter
 from zeroshard.step.stepper import Update
 from zeroshard.storage.main_weights import follow_weights
@@ -84,7 +84,7 @@ class OwnerStep:
         update: Update,
         updated: Callable[[Unit], None],
         arguments: Options,
-    ) -> None:
+    ) -> Exception | None:
         """Fragments to their owners, one step of the whole parameters, fragments back. Collective."""
         stepped = {whole for whole in self.state.wholes if active[whole.unit][whole.index]}
         with self.state.inner.with_options(options):
@@ -94,13 +94,14 @@ class OwnerStep:
                 for whole, value in self.state.values.items():
                     value.grad = self._gradients[whole] if whole in stepped else None
                 with span("step: whole parameters"):
-                    run_step(self.optimizer, arguments)
+                    raised = tried_step(self.optimizer, arguments)
             finally:
                 for value in self.state.values.values():
                     value.grad = None
             self._to_holders(stepped)
             for unit in self.assignment.groups:
                 updated(unit)
+        return raised
 
     @torch.no_grad()
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:

@@ -221,7 +221,7 @@ class Stepper(Protocol):
         update: Update,
         updated: Callable[[Unit], None],
         arguments: Options,
-    ) -> None:
+    ) -> Exception | None:
         """One step of the active slots. Collective.
 
         Args:
@@ -229,6 +229,9 @@ class Stepper(Protocol):
             active: which slots of each unit take part.
             updated: called with a unit after all of it is written; in the same order on all ranks.
             arguments: for the class's own `step`.
+
+        Returns:
+            What the class has raised (see `inner.tried_step`).
         """
 
     def call(self, name: str, arguments: Arguments, options: Sequence[Options]) -> Any:

@@ -45,6 +45,7 @@ class Steppers:
         num_builds: how often they have been built.
         built_for: the reducer of the units that they were built for. Another one, if a build has raised since.
         waiting: the state of frozen parameters, in full on every rank, until they begin to train.
+        raised: what a class has raised in the step that runs; empty if none has.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,6 +55,7 @@ class Steppers:
         self.num_builds = 0
         self.built_for: Reducer | None = None
         self.waiting: FullState = {}
+        self.raised: list[Exception] = []
         self._watched: list[Watched] = []
 
     @outside_inference
@@ -136,7 +138,8 @@ class Steppers:
     def step(
         self, options: Sequence[Options], active: dict[Unit, list[bool]], update: Update, arguments: Options
     ) -> None:
-        """Update main unit by unit, and start to gather weights that rest in full. Collective.
+        """Update main unit by unit, and start to gather weights that rest in full. Collective. What a class raises is
+        kept in `raised`.
 
         Args:
             options: the user's param groups.
@@ -152,10 +155,12 @@ class Steppers:
                 self._consume(unit, by_step=True)
 
         self._stop_gathering()
+        self.raised.clear()
         with self._engine.reducer.visible.unedited():
             for stepper in self.all:
                 of_class = arguments_for(type(stepper.optimizer), arguments)
-                stepper.step(options, active, update, updated, of_class)
+                if (error := stepper.step(options, active, update, updated, of_class)) and not self.raised:
+                    self.raised.append(error)
         for watched in self._watched:
             watched.note(options)
         self._engine.gatherer.read()
