@@ -269,6 +269,21 @@ def test_a_class_that_evaluates_the_loss_while_it_steps_is_refused(rank: int) ->
         zeroshard.ShardedOptimizer(handle, Broken, lr=0.1)
     zeroshard.ShardedOptimizer(handle, Broken, lr=0.1, elementwise=True)  # it may step elsewhere
 
+    class Later(torch.optim.SGD):  # what it raises has nothing to do with the closure, which it calls
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:
+            if closure is not None:
+                closure()
+            self.steps += 1
+            if self.steps > 3:
+                raise ArithmeticError("too many steps")
+            super().step()
+
+    with pytest.raises(ValueError, match=r"Later is unknown, .*too many steps") as refused:
+        zeroshard.ShardedOptimizer(handle, Later, lr=0.1)
+    assert isinstance(refused.value.__cause__, ArithmeticError)
+
 
 @on_ranks(2)
 def test_a_closure_may_be_called_again_and_again(rank: int) -> None:
