@@ -20,7 +20,7 @@ from torch.distributed import DistNetworkError, DistStoreError
 from zeroshard.errors import TookTooLong
 from zeroshard.failures.found import holder_of, without_prefixes
 from zeroshard.failures.positions import ON_WATCH
-from zeroshard.failures.store_line import Closed
+from zeroshard.failures.store_line import Attended, Closed
 
 _WITHOUT_END = timedelta(days=20)
 """A store wait that times out prints a warning to stderr, so this is nearly as long as 32 bits of milliseconds
@@ -144,7 +144,7 @@ class Bell:
         """
         self.gone, self.blocks = False, can_wait(store)
         self.count, self._changed = 0, threading.Condition()
-        self._store, self._key, self._heard, self._pause = PrefixStore(prefix, store), key, heard, pause
+        self._store, self._key, self._heard, self._pause = Attended(PrefixStore(prefix, store)), key, heard, pause
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeroshard bell", daemon=True)
         self._thread.start()
@@ -171,9 +171,11 @@ class Bell:
                     # again. Deleted afterwards, such a notice would be lost.
                     self._store.delete_key(self._key)
                     if not self._closed.is_set():
-                        self._heard(self._store)
+                        self._heard(cast(Store, self._store))
                         self._tell()
-        except RuntimeError:
+        except Exception as error:
+            if error is not self._store.error:  # a fault of ours, which says nothing about the store
+                raise
             self.gone = True
             self._tell()
 

@@ -46,14 +46,14 @@ class Attended:
     def __init__(self, store: Store, clock: Clock | None = None) -> None:
         self._store, self._clock = store, clock or Clock()
         self.asked: float | None = None
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             self.asked = self._clock.seconds()
             try:
                 return getattr(self._store, name)(*arguments)
-            except RuntimeError as error:
+            except Exception as error:  # torch's stores: DistError, a RuntimeError. Others (torch's EtcdStore): any
                 self.error = error
                 raise
             finally:
@@ -162,9 +162,9 @@ class StoreLine:
     def _do(self, job: Callable[[Store], T]) -> T:
         try:
             return job(cast(Store, self._store))
-        except RuntimeError as error:
-            # DistNetworkError, DistStoreError, ...: what a store raises when its connection is closed. Any other error
-            # of this class is a fault of the job, and says nothing about the store.
+        except Exception as error:
+            # What a store raises when its connection is closed. Any other error is a fault of the job, and says nothing
+            # about the store.
             if error is not self._store.error:
                 raise
             self.gone = True
