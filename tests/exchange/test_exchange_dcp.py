@@ -31,7 +31,7 @@ from tests.checkpoint.test_faults import SEED
 from tests.opened import in_its_own_process, opened_by
 from tests.together import in_turn
 from zeroshard.checkpoint import Reader
-from zeroshard.checkpoint.saved_state import saved_groups
+from zeroshard.checkpoint.saved_state import plain_value, saved_entries, saved_groups
 from zeroshard.exchange import export, export_dcp, import_dcp
 from zeroshard.exchange.dcp_folder import DcpFolder
 from zeroshard.io import tensor_file
@@ -271,16 +271,20 @@ def test_state_of_a_parameter_of_one_number_is_what_its_class_makes_of_it(tmp_pa
 
 
 def test_what_torch_keeps_in_param_groups_is_imported(tmp_path: Path) -> None:
-    """A set refused the whole import, and a dtype was left out, though a checkpoint can hold both."""
+    """A set refused the whole import, and a dtype was left out, though a checkpoint can hold both. So is state that is
+    no tensor."""
     options = {
         "names": {"up", "down"},
         "frozen": frozenset([(1, 2), (3,)]),
         "dtype": torch.bfloat16,
         "nested": ([{1, 2}, torch.int8], (Counter({7: 2}), set(), None)),
     }
-    with_dict = {**options, "of": {"x": 1}}  # DCP takes it apart
-    nested = {"param_groups": [{"params": ["a"], **with_dict}]}
+    with_dict = {**options, "of": {"x": 1}, "decay": torch.tensor(0.25)}  # DCP takes the dict apart
+    options["decay"] = 0.25
+    state = {"moment": torch.ones(2), "step": 2, "kind": "x", "none": None, "pair": [1, 2.5]}
+    nested = {"param_groups": [{"params": ["a"], **with_dict}], "state": {"a": state}}
     flat = {f"param_groups.a.{key}": value for key, value in with_dict.items()}
+    flat |= {f"state.a.{key}": value for key, value in state.items()}
     for owner, saved in (("0", nested), ("a", flat)):
         dcp.save({"model": {"a": torch.ones(2)}, "optim": saved}, checkpoint_id=tmp_path / owner, no_dist=True)
         done = import_dcp(tmp_path / owner, tmp_path / f"run-{owner}", step=0, optimizer_class="Own")
@@ -292,6 +296,10 @@ def test_what_torch_keeps_in_param_groups_is_imported(tmp_path: Path) -> None:
             with Reader(one.path) as reader:
                 (group,) = saved_groups(reader.manifest.values["optimizers"][0])
                 assert group["params"] == ["a"] and decode(group["options"], reader.tensor) == options
+                found = saved_entries(reader.manifest)["a"]
+                kinds = {"moment": "optimizer", "step": "number", "kind": "value", "none": "value", "pair": "value"}
+                assert {one.key: one.kind for one in found} == kinds
+                assert all(plain_value(reader, one) == state[one.key] for one in found if one.kind != "optimizer")
 
 
 class Numbered(nn.Module):
@@ -308,11 +316,17 @@ def test_parameters_named_by_numbers_are_not_taken_for_param_groups(tmp_path: Pa
         model = Numbered()
         handle = zeroshard.shard(model, "zero1")
         first, second = list(model.parameters())[:: -1 if step else 1]
-        groups = [{"params": [first]}, {"params": [second], "lr": 0.2}]
+        groups = [{"params": [first], "table": torch.arange(3.0)}, {"params": [second], "lr": 0.2}]
         zeroshard.save(tmp_path, handle, zeroshard.ShardedOptimizer(groups, torch.optim.AdamW, lr=0.1), step=step)
 
     run_ranks(in_turn(save, range(2)), 1)
     export_dcp(tmp_path / "step-0", tmp_path / "as they are")
+    found: dict[str, Any] = {"optim": {"param_groups": [{"table": torch.zeros(3)}, {"lr": 0.0}]}}
+    dcp.load(found, checkpoint_id=tmp_path / "as they are", no_dist=True)
+    (first, second) = found["optim"]["param_groups"]
+    assert first["table"].tolist() == [0.0, 1.0, 2.0] and second["lr"] == 0.2
+    with DcpFolder(tmp_path / "as they are") as folder:
+        assert "optim.param_groups.0.table" in folder.tensors and "optim.param_groups.1.lr" in folder.values
     with pytest.raises(ValueError, match=r"parameter '1' is of param group 0, and DCP has no names for its options"):
         export_dcp(tmp_path / "step-1", tmp_path / "swapped")
     assert not (tmp_path / "swapped").exists()

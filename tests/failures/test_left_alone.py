@@ -295,6 +295,8 @@ def test_a_knot_is_a_circle_of_ranks_that_need_each_other() -> None:
     assert knot({0: gathers, 1: slow, 2: slow}, {}) == []
     circle = {0: at("a", 0, (0, 1), a=1), 1: at("b", 0, (1, 2), b=1), 2: at("c", 0, (2, 0), c=1)}
     assert knot(circle, {}) == [0, 1, 2]
+    outside = {0: at("a", 0, (0, 1), a=1), 1: at("b", 0, (1, 2), b=1), 2: at("c", 0, (2, 1), c=1)}
+    assert knot(outside, {}) == [1, 2]  # rank 0 waits for both, and neither for it
     assert knot({1: gathers}, {2: {"gather": 7}}) == [1, 2]  # rank 2 has left without beginning the gather
     assert knot({1: gathers}, {2: {"gather": 8}}) == []
 

@@ -97,6 +97,8 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     assert in_time == [f"no heartbeat from c (rank 3) for 9 s, and a connection was closed: {why}"]
     process = blame(0, everybody, {1: seen(9.0), 2: seen(0.3), 3: seen(0.2)})
     assert process == ["rank 1 (process 999999999 on b) has stopped (no heartbeat), last seen at train.py:3 in main"]
+    ended = blame(0, {0: who(HERE, "a"), 1: who(HERE, "a")}, {1: seen(0.2)})
+    assert ended == ["rank 1 (process 999999999 on a) has ended; it was last seen at train.py:3 in main"]
     nobody = blame(0, everybody, {1: seen(0.1), 2: seen(0.3), 3: seen(0.2)})
     assert len(nobody) == 3 and all("is at train.py:3" in line for line in nobody)
     left = blame(0, everybody, {1: seen(9.0, left=True), 2: seen(0.3), 3: seen(0.2)})

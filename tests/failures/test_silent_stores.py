@@ -209,7 +209,7 @@ def test_a_rank_that_is_stopped_before_it_joins_is_named_and_woken() -> None:
 
 
 def test_a_rank_without_a_watch_is_blamed() -> None:
-    me, other = Who("here", 1, 1, "node1"), Who("here", 2, 1, "node1")
+    me, other = Who("here", 1, 1, "node1"), Who("there", 2, 1, "node1")
     elsewhere = Seen(Beat(3, "at data.py:33 in read", None), 0.0, 0.0)
     lines = blame(0, {0: me, 1: other}, {1: elsewhere}, {2: None, 3: None})
     assert lines == [

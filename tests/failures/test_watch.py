@@ -157,13 +157,23 @@ def elsewhere() -> None:
     time.sleep(2 * AT_ONCE)
 
 
+def rank_without_a_collective(rank: int, mark: Callable[[], Any]) -> None:
+    zeroshard.init()
+    if rank == 1:
+        mark()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        elsewhere()
+    watch.wait_for_all()
+
+
 @pytest.mark.long
 def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> None:
     """The negative control: without the watch, ranks wait the whole timeout for a rank that has raised."""
     timeout = 3.0
     groups = [Ranks(waiting_rank, 3, how, timeout=timeout) for how in ("stopped", "elsewhere")]
+    by_watch = Ranks(rank_without_a_collective, 2, timeout=timeout)
     unwatched = Ranks(failing_rank, 2, "zero3", 1, "forward", "lingers", tmp_path, False, timeout=5.5, awaited=[0])
-    stopped, elsewhere, control = finish_all([*groups, unwatched])
+    stopped, elsewhere, without, control = finish_all([*groups, by_watch, unwatched])
     for ended, names in (
         (stopped, r"rank 1 \(process \d+ on .*\) has stopped \(no heartbeat\), last seen at "),
         (elsewhere, r"rank 1 \(process \d+ on .*\) is at test_watch.py:\d+ in elsewhere"),
@@ -174,6 +184,8 @@ def test_a_rank_that_the_others_wait_for_in_vain_is_named(tmp_path: Path) -> Non
         assert re.search(f"zeroshard: {names}", ended.said), ended
         assert len(re.findall(f"exits because rank . failed while waiting: {names}", ended.said)) >= 1, ended
     assert control.seconds[0] > 5.0 and control.statuses[1] is None
+    assert without.statuses == [1, 1], without  # no wait of its own has a timeout
+    assert re.search(r"LostPeer: rank 1 \(process \d+ on .*\) has stopped \(no heartbeat\)", without.said), without
 
 
 def survivor(rank: int, mark: Callable[[], Any]) -> None:

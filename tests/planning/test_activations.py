@@ -435,6 +435,22 @@ def test_what_a_gpu_computes_in_other_ways_is_recomputed_in_these() -> None:
     assert max(peak(checkpoints=True, recompute=False), peak(checkpoints=False, recompute=True)) < 0.7 * usual
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_norm_is_planned_however_it_is_called() -> None:
+    """With its input by name it raised a TypeError."""
+    weight = torch.ones(64, dtype=torch.bfloat16)
+
+    def peak(norm: Callable[[Tensor], Tensor]) -> int:
+        workload = Workload(lambda: torch.zeros(512, 64), lambda model, inputs: norm(model(inputs)).sum())
+        trace = zeroshard.plan(nn.Linear(64, 64), Configuration(device="cuda", workload=workload)).trace
+        assert trace is not None
+        return trace.peak
+
+    usual = peak(lambda x: torch.rms_norm(x, (64,)))
+    assert peak(lambda x: torch.rms_norm(input=x, normalized_shape=(64,))) == usual
+    assert peak(lambda x: torch.rms_norm(x, (64,), weight)) > usual  # no kernel for two dtypes
+
+
 def test_smaller_micro_batches_are_tried_until_they_fit() -> None:
     with torch.device("meta"):
         model = Model()

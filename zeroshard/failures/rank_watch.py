@@ -105,8 +105,6 @@ class Watch:
 
     def close(self) -> None:
         """End the watch of a rank whose work is done."""
-        if self._ending.is_set():
-            return
         self._ending.set()
         self._guard.join(2 * BEAT_SECONDS)
         if self._has_failed:  # the guard may not have come to it

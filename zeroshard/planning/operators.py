@@ -57,12 +57,12 @@ def _dropout(
 
 
 def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Of one kernel, if the dtypes are the same (else torch takes several operators on a GPU, too)."""
-    if weight is not None and weight.dtype != x.dtype:
-        return torch.rms_norm(x, tuple(normalized_shape), weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    if weight is not None and weight.dtype != input.dtype:
+        return torch.rms_norm(input, tuple(normalized_shape), weight, eps)
+    normed: Tensor = _RMSNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return normed
 
 
