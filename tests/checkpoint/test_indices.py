@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zeroshard
-from zeroshard.checkpoint import Reader
+from zeroshard.checkpoint import Reader, index, reader, writer
 from zeroshard.checkpoint.commit import combined, file_name, merged, part_of, sizes_of
 from zeroshard.checkpoint.manifest import MANIFEST_NAME, Manifest, Run, TensorEntry, joined
 from zeroshard.checkpoint.writer import FilePlan, Item, write_with_index
@@ -123,3 +123,26 @@ def test_an_index_that_is_gone_is_named(step: Path, tmp_path: Path) -> None:
         opened.tensor("model/last")  # the control: others are not affected
         with pytest.raises(zeroshard.CheckpointError, match=gone.name):
             opened.tensor("model/a")
+
+
+def test_parts_that_do_not_touch_are_two_runs_and_only_blocks_that_are_wanted_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (index, reader, writer):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 16)
+    (folder := tmp_path / "step-1").mkdir()
+    values = torch.arange(40.0)
+    parts = []
+    for rank, cuts in enumerate(((0, 14, 30, 40), (14, 30))):
+        held = [Interval(*cuts[at : at + 2]) for at in range(0, len(cuts), 2)]
+        plan = FilePlan.of([Item("x", (40,), torch.float32, one, lambda part: values[part.slice]) for one in held], {})
+        parts.append(part_of(plan, write_with_index(folder / file_name(rank), plan, lambda: None), rank))
+    manifest = merged(Manifest(1, "id", (), {}, {"tied": {}}, {}), parts)
+    assert manifest.tensors["x"].runs == (Run(0, 0, 14), Run(1, 14, 16), Run(0, 30, 10))
+    (folder / MANIFEST_NAME).write_bytes(manifest.encode())
+    zeroshard.verify(folder)
+    with Reader(folder) as opened:
+        assert torch.equal(opened.tensor("x"), values)
+        opened.num_bytes, out = 0, torch.empty(2)
+        opened.read_into("x", Interval(15, 17), out)
+        assert out.tolist() == [15.0, 16.0] and opened.num_bytes == 16
