@@ -711,6 +711,8 @@ def test_bad_input() -> None:
         ({"optimizer": "SGD:momentum"}, "expected name=value"),
         ({"optimizer": "SGD:lr=1)(lr=2"}, "expected name=value"),
         ({"optimizer": "SGD:**{}"}, "expected name=value"),
+        ({"optimizer": "SGD:lr=high"}, "expected name=value"),
+        ({"optimizer": "SGD:lr={[]: 1}"}, "expected name=value"),
         ({"optimizer": ()}, "expected one optimizer class"),
         ({"optimizer": "SGD:speed=3"}, "SGD does not take these options"),
         ({"optimizer": "Muon"}, "Muon does not take 0.bias of shape .*Muon.AdamW"),

@@ -224,6 +224,6 @@ def _options(words: str) -> Options:
             given = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
             if "**" not in given:
                 return given
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError):
         pass
     raise InvalidValue(f"optimizer option {words!r}: expected name=value, as in SGD:momentum=0.9")
