@@ -148,7 +148,8 @@ def check(rank: int, ranks: int) -> list[list[Tensor]]:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
     units = (Outer,), (Part,), (Outer, Part), (Outer, nn.Linear)
     for number, kinds in enumerate(selected(ranks)):
-        for of, chosen in ((Outer, units[number // 2 % 4]), (Outermost, (Outer, Part))):
+        models = ((Outer, units[number // 2 % 4]), (Outermost, (Outer, Part)))
+        for of, chosen in models if EVERYTHING or ranks == 2 else models[number % 2 :][:1]:  # on three: in turn
             with travelling("pairwise" if number % 3 else "shared"):
                 results.append(trained(rank, chosen, of, kinds))
             if rank == 0:
