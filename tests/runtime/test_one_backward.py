@@ -183,8 +183,8 @@ def plain(ranks: int, way: str, left_out: int, waits: bool) -> list[Tensor]:
 
 def is_tried(ranks: int, case: int, plan: int, by: int) -> bool:
     """ZERO2 and ZERO3, which wait inside of a backward, each by one transport; the others for some of the ways. On
-    three ranks one of the two, in turn."""
-    chosen = plan > 1 if ranks == 2 else plan == 2 + case // 4 % 2
+    three ranks ZERO2 has every other way."""
+    chosen = plan == 3 or (plan == 2 and (ranks == 2 or case // 4 % 2 == 0))
     return EVERYTHING or (by == (case // 2 + plan) % 3 and (chosen or plan == case // 4 % 3 < 2))
 
 
