@@ -200,7 +200,9 @@ class FlatBuffer:
         """
         if self.placement is None or self.is_arriving:
             what = "has no values" if self.placement is None else "waits for values that are arriving"
-            raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase})")
+            hint = ". Does another thread call the model meanwhile? A threading.Lock around calls lets them take turns"
+            hint = "" if self.placement is None else hint
+            raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase}){hint}")
         pending, path, full = None, moves(self.placement, to), self.full
         described: Any = {"unit": unit, "phase": phase, "portions": portions}
         if Move.REDUCE_SCATTER in path:
