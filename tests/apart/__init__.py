@@ -38,7 +38,7 @@ _BUILD = Path(__file__).parents[2] / "build" / "apart"
 
 @cache
 def load() -> ctypes.CDLL:
-    """Make torch.device("apart") known to this process. Compiles `device.cpp` if it has changed (12 seconds; 16 with -O1)."""
+    """Make torch.device("apart") known to this process. Compiles `device.cpp` if it has changed (12 seconds)."""
     path = str(_built())
     torch.ops.load_library(path)
     torch.utils.rename_privateuse1_backend(NAME)

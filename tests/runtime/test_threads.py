@@ -158,3 +158,79 @@ def test_a_forward_may_start_threads_where_weights_are_there(rank: int) -> None:
     evaluated(model, x)
     assert all(torch.equal(out, expected) for out in found)
     assert len(found) == 2
+
+
+def trained(
+    plan: Any, rank: int, evaluate: Callable[[nn.Module], object] | None
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """Weights after three steps. `evaluate` runs on another thread in the middle of each backward."""
+    model, handle, optimizer = start(plan)
+    found = list[Any]()
+
+    def pause(grad: Tensor) -> None:
+        if evaluate is not None:
+            found.extend(at_once(lambda: evaluate(model)))
+
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(pause)
+
+    model.layers[1].register_forward_hook(hook)
+    for step in range(3):
+        train(model, optimizer, rank, step)
+    return handle.full_state_dict(), found
+
+
+@on_ranks(2)
+def test_another_thread_in_the_middle_of_a_backward(rank: int) -> None:
+    """Its call ended the backward, as one that has raised, and gradients were lost in silence."""
+
+    def check(rank: int, plan: Any) -> None:
+        expected, _ = trained(plan, rank, None)
+        x = data(rank, 9)
+        weights, found = trained(plan, rank, lambda model: evaluated(model, x))
+        assert same_bits(weights, expected)
+        if plan is zeroshard.ZERO3:
+            assert all("another thread runs a backward" in str(error) for error in found), found
+        else:
+            assert all(isinstance(out, Tensor) for out in found), found
+        assert len(found) == 3
+        weights, found = trained(plan, rank, lambda model: model(x))
+        assert same_bits(weights, expected)
+        assert all("another thread runs a backward" in str(error) for error in found), found
+
+    in_turn(check, PLANS)(rank)
+
+
+@on_ranks(2)
+def test_another_thread_evaluates_all_the_time(rank: int) -> None:
+    """It met buffers in the middle of a step."""
+
+    def check(rank: int, plan: Any) -> None:
+        weights = []
+        for evaluates in (False, True):
+            model, _, optimizer = start(plan)
+            ends = threading.Event()
+
+            def evaluate(model: nn.Module = model, ends: threading.Event = ends) -> int:
+                count = 0
+                while not ends.is_set():
+                    evaluated(model, data(rank, 0))
+                    count += 1
+                    ends.wait(0.001)
+                return count
+
+            def steps(model: nn.Module = model, optimizer: Any = optimizer, ends: threading.Event = ends) -> None:
+                try:
+                    for step in range(CALLS // 3):
+                        train(model, optimizer, rank, step)
+                finally:
+                    ends.set()
+
+            found = at_once(steps, *([evaluate] if evaluates else []))
+            assert found[0] is None, found
+            assert not evaluates or isinstance(found[1], int), found
+            weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        assert same_bits(*weights)
+
+    in_turn(check, PLANS[:3])(rank)

@@ -37,7 +37,8 @@ class Running:
     Attributes:
         amid: the call of the user's (a step, for example) that is being carried out, and its thread.
         stretches: of backward, for timelines.
-        lock: held while a hook begins or ends a call; not during the call, as a forward may start threads itself.
+        lock: held while a hook begins or ends a call, and during a step; not during the call, as a forward may start
+            threads itself.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Running:
         self.lock = threading.RLock()
         self._of_thread = threading.local()
         self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
+        self._trainer: int | None = None  # the thread of the last forward with gradients
         self.stretches = Stretches()
 
     def __bool__(self) -> bool:
@@ -63,8 +65,9 @@ class Running:
         one."""
         now = what, threading.get_ident()
         try:
-            self.amid = now
-            return work()
+            with self.lock:  # the hooks of other threads, which evaluate, wait until weights are there again
+                self.amid = now
+                return work()
         finally:
             self.amid = None  # by an assignment: a call could be interrupted, and every later one would raise
 
@@ -95,11 +98,32 @@ class Running:
                     "run them inside `with handle.unsharded():`, or use a plan with replicated weights (zero2)"
                 )
 
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the last forward with gradients ran in this thread. It waits for its backward, in whichever thread
+        that runs, and makes no call meanwhile."""
+        return self._trainer == threading.get_ident()
+
+    def expect_evaluation(self, units: Sequence[Unit]) -> None:
+        """Another thread runs a backward.
+
+        Raises:
+            RuntimeError: this call is no evaluation with weights that are there."""
+        if torch.is_grad_enabled() or any(u.weights.buffer.borrows and not u.weights.scopes for u in units):
+            raise InvalidState(
+                "another thread runs a backward of this model, and gathers and reductions have one order on all ranks: "
+                "let the threads take turns (a threading.Lock around each step of the training, and around this call). "
+                "Under torch.no_grad() and a plan with replicated weights (zero2), or inside `with "
+                "handle.unsharded():`, this call needs no turn"
+            )
+
     def begin(self, units: Sequence[Unit], inputs: Any) -> None:
         """A call of a module that needs these units begins."""
         self.expect_alone(units)
         if self._runner is None:
             self._runner = threading.get_ident()
+        if torch.is_grad_enabled() and not in_backward():
+            self._trainer = threading.get_ident()
         calls = self._calls
         self.stretches.begin(units, calls[-1][0] if calls else (), inputs)
         calls.append((units, opened("forward", units), sys.exception()))

@@ -79,7 +79,7 @@ class Schedule(NotCopied):
 
     def begin_trail(self) -> None:
         """A call of the model begins. In a scope a rank may run it alone, which leaves no visits."""
-        if self.running or in_backward():
+        if self.running or in_backward() or self._is_in_backward_elsewhere():
             return
         self._evaluates = not torch.is_grad_enabled()
         if not any(unit.weights.scopes for unit in self.gatherer.units):
@@ -89,6 +89,8 @@ class Schedule(NotCopied):
         self.gatherer.collectives.come()
         self.expect_to_begin()
         units, makes_graph = needed.units, torch.is_grad_enabled()
+        if self._is_in_backward_elsewhere():
+            self.running.expect_evaluation(self.gatherer.units)
         given = given_tensors((module, *needed.inside))
         for unit in units if given else ():
             unit.weights.absent.expect_present(given)
@@ -247,9 +249,9 @@ class Schedule(NotCopied):
         if self.task is None:
             self.running.expect_whole("backward")
             expect_autograd()
-            self.task = torch._C._current_graph_task_id()
-            one_backward.begin(self, self.task)
             self._end = _at_end(self._end_backward)
+            self.task = torch._C._current_graph_task_id()  # last, for other threads (`_is_in_backward_elsewhere`)
+            one_backward.begin(self, self.task)
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
                 living = self._trails.find_living(self.gatherer.units, self.gatherer.collectives)
                 self.walk.to_come.add(living, in_front=True)
@@ -272,6 +274,14 @@ class Schedule(NotCopied):
         """Whether a hook of the user's makes this call, inside of a backward of this model."""
         return (self.task is not None or self.accumulates) and in_backward()
 
+    def _is_held(self) -> bool:
+        """Whether autograd holds the end of the current backward: it has not raised."""
+        return self._end is not None and self._end() is not None
+
+    def _is_in_backward_elsewhere(self) -> bool:
+        """Whether a backward of this model runs in another thread of the user's."""
+        return self.task is not None and not in_backward() and self._is_held() and not self.running.is_trainer
+
     def here(self) -> list[Unit]:
         """The units that this backward is at."""
         return [unit for unit in self.walk.at if unit.weights.shown] if in_backward() else []
@@ -291,7 +301,7 @@ class Schedule(NotCopied):
     def abandon_backward(self) -> bool:
         """If the last backward raised and never ended (autograd has let go of `_end`): wait for its collectives, and
         discard its gradients. Returns whether it had added to gradients of earlier ones, which are discarded, too."""
-        if self.task is None or (in_backward() and self._end is not None and self._end() is not None):
+        if self.task is None or (in_backward() and self._is_held()) or self._is_in_backward_elsewhere():
             return False
         self.running.stretches.end_backward()
         self._forget()
