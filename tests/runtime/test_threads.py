@@ -160,24 +160,48 @@ def test_a_forward_may_start_threads_where_weights_are_there(rank: int) -> None:
     assert len(found) == 2
 
 
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:
+        return error
+
+
 def trained(
-    plan: Any, rank: int, evaluate: Callable[[nn.Module], object] | None
+    plan: Any, rank: int, evaluate: Callable[[nn.Module], object], *, swapped: bool = False
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Weights after three steps. `evaluate` runs on another thread in the middle of each backward."""
+    """Weights after three steps. `evaluate` runs in the middle of each backward, on another thread; `swapped`: on this
+    one, and the backward on another one."""
     model, handle, optimizer = start(plan)
     found = list[Any]()
+    inside, done = threading.Event(), threading.Event()
 
     def pause(grad: Tensor) -> None:
-        if evaluate is not None:
-            found.extend(at_once(lambda: evaluate(model)))
+        inside.set()
+        done.wait()
 
     def hook(module: nn.Module, args: object, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(pause)
 
-    model.layers[1].register_forward_hook(hook)
+    def beside() -> None:
+        inside.wait()
+        found.append(outcome(lambda: evaluate(model)))
+        done.set()
+
+    removable = model.layers[1].register_forward_hook(hook)
     for step in range(3):
-        train(model, optimizer, rank, step)
+        inside.clear()
+        done.clear()
+        loss = model(data(rank, step)).square().mean()
+        here, there = (beside, loss.backward) if swapped else (loss.backward, beside)
+        thread = threading.Thread(target=there)
+        thread.start()
+        here()
+        thread.join()
+        optimizer.step()
+        optimizer.zero_grad()
+    removable.remove()
     return handle.full_state_dict(), found
 
 
@@ -186,18 +210,19 @@ def test_another_thread_in_the_middle_of_a_backward(rank: int) -> None:
     """Its call ended the backward, as one that has raised, and gradients were lost in silence."""
 
     def check(rank: int, plan: Any) -> None:
-        expected, _ = trained(plan, rank, None)
         x = data(rank, 9)
-        weights, found = trained(plan, rank, lambda model: evaluated(model, x))
-        assert same_bits(weights, expected)
-        if plan is zeroshard.ZERO3:
+        expected, _ = trained(plan, rank, lambda model: None)
+        for swapped in (False, True):
+            weights, found = trained(plan, rank, lambda model: evaluated(model, x), swapped=swapped)
+            assert same_bits(weights, expected)
+            if plan is zeroshard.ZERO3:
+                assert all("another thread runs a backward" in str(error) for error in found), found
+            else:
+                assert all(isinstance(out, Tensor) for out in found), found
+            weights, found = trained(plan, rank, lambda model: model(x), swapped=swapped)
+            assert same_bits(weights, expected)
             assert all("another thread runs a backward" in str(error) for error in found), found
-        else:
-            assert all(isinstance(out, Tensor) for out in found), found
-        assert len(found) == 3
-        weights, found = trained(plan, rank, lambda model: model(x))
-        assert same_bits(weights, expected)
-        assert all("another thread runs a backward" in str(error) for error in found), found
+            assert len(found) == 3
 
     in_turn(check, PLANS)(rank)
 

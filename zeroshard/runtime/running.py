@@ -47,6 +47,7 @@ class Running:
         self._of_thread = threading.local()
         self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
         self._trainer: int | None = None  # the thread of the last forward with gradients
+        self._of_backward: int | None = None  # the thread in which the hooks of the last backward ran
         self.stretches = Stretches()
 
     def __bool__(self) -> bool:
@@ -98,11 +99,14 @@ class Running:
                     "run them inside `with handle.unsharded():`, or use a plan with replicated weights (zero2)"
                 )
 
-    @property
-    def is_trainer(self) -> bool:
-        """Whether the last forward with gradients ran in this thread. It waits for its backward, in whichever thread
-        that runs, and makes no call meanwhile."""
-        return self._trainer == threading.get_ident()
+    def note_backward(self) -> None:
+        """A backward begins: a hook of it makes this call."""
+        self._of_backward = threading.get_ident()
+
+    def is_beside_backward(self, device: torch.device) -> bool:
+        """Whether this thread neither runs the backward nor waits for it. On an accelerator hooks run on a thread of
+        torch; there, the thread of the last forward with gradients is taken for the one that waits."""
+        return threading.get_ident() != (self._of_backward if device.type == "cpu" else self._trainer)
 
     def expect_evaluation(self, units: Sequence[Unit]) -> None:
         """Another thread runs a backward.
