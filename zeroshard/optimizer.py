@@ -250,9 +250,10 @@ class ShardedOptimizer(TorchOptimizer):
         self.engine.expect_in_place()
         expect_none_written(self.engine.units, "a step")
         self._ask(arguments=arguments)
+        raised = None
         if verdict := self.agreement.verdict(updates=True):  # 2 goes ahead of the answer
             self.engine.pool.rest()
-            self._update(self.agreement.ahead.active, verdict.update(self.agreement.clipping), arguments)
+            raised = self._update(self.agreement.ahead.active, verdict.update(self.agreement.clipping), arguments)
             self.agreement.went_ahead()
         control = self.agreement.answer()
         self.engine.pool.rest()
@@ -267,7 +268,7 @@ class ShardedOptimizer(TorchOptimizer):
             # 2. Each stepper reads gradients in main's dtype, updates main, and starts to gather the new weights.
             active = self.agreement.active(control)
             if not self.agreement.is_updated:
-                self._update(active, self.agreement.clipping.update(mean), arguments)
+                raised = self._update(active, self.agreement.clipping.update(mean), arguments)
             self.agreement.learn(control, active)
         else:
             words = "a step is skipped: gradient norm %s, loss scale %s"
@@ -275,8 +276,8 @@ class ShardedOptimizer(TorchOptimizer):
         self.scaling.adjust(not control.finite, self.agreement.overflows(control))
         self._discard_gradients(by_step=True)
         self.agreement.used_up = not any(unit.grads.is_external for unit in self.agreement.units)
-        if self._steppers.raised:  # only now: the other ranks, on which nothing has been raised, have gone on
-            raise self._steppers.raised.pop()
+        if raised is not None:  # only now: the other ranks, on which nothing has been raised, have gone on
+            raise raised
         return StepResult(not skip, control.norm * mean, norms, scale, loss)
 
     def _carry_out(self, what: str, work: Callable[[], R]) -> R:
@@ -284,11 +285,13 @@ class ShardedOptimizer(TorchOptimizer):
         self.engine.expect_no_backward(what)
         return self.engine.running.carry_out(what, work)
 
-    def _update(self, active: dict[Unit, list[bool]], update: Update, arguments: Mapping[str, Any]) -> None:
+    def _update(self, active: dict[Unit, list[bool]], update: Update, arguments: Mapping[str, Any]) -> Exception | None:
+        """Returns what a class has raised on this rank."""
         self.engine.reducer.use_idle_buckets()
         with self.agreement.updating():
-            self._steppers.step(self.param_groups, active, update, dict(arguments))
-        self.agreement.half_done = bool(self._steppers.raised)
+            raised = self._steppers.step(self.param_groups, active, update, dict(arguments))
+        self.agreement.half_done = raised is not None
+        return raised
 
     @outside_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -36,11 +36,13 @@ class Pausing(nn.Module):
         return x
 
 
-def start(plan: Any) -> tuple[Pausing, zeroshard.Handle, zeroshard.ShardedOptimizer]:
+def start(
+    plan: Any, of: type[torch.optim.SGD] = torch.optim.SGD, **options: Any
+) -> tuple[Pausing, zeroshard.Handle, zeroshard.ShardedOptimizer]:
     torch.manual_seed(0)
     model = Pausing()
     handle = zeroshard.shard(model, plan, units=nn.Linear)
-    return model, handle, zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+    return model, handle, zeroshard.ShardedOptimizer(handle, of, lr=0.1, **options)
 
 
 def data(rank: int, number: int) -> Tensor:
@@ -53,15 +55,19 @@ def train(model: nn.Module, optimizer: zeroshard.ShardedOptimizer, rank: int, st
     optimizer.zero_grad()
 
 
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:
+        return error
+
+
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
     """The result, or the error, of each call, on threads of their own."""
     found: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
-        try:
-            found[number] = calls[number]()
-        except BaseException as error:
-            found[number] = error
+        found[number] = outcome(calls[number])
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
@@ -160,13 +166,6 @@ def test_a_forward_may_start_threads_where_weights_are_there(rank: int) -> None:
     assert len(found) == 2
 
 
-def outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except BaseException as error:
-        return error
-
-
 def trained(
     plan: Any, rank: int, evaluate: Callable[[nn.Module], object], *, swapped: bool = False
 ) -> tuple[dict[str, Tensor], list[Any]]:
@@ -257,5 +256,35 @@ def test_another_thread_evaluates_all_the_time(rank: int) -> None:
             assert not evaluates or isinstance(found[1], int), found
             weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
         assert same_bits(*weights)
+
+    in_turn(check, PLANS[:3])(rank)
+
+
+@on_ranks(2)
+def test_another_thread_waits_for_the_end_of_a_step(rank: int) -> None:
+    """Here it surely comes in the middle of one."""
+
+    class Amid(torch.optim.SGD):
+        call: Callable[[], object] = int
+
+        def step(self, closure: Any = None) -> Any:
+            type(self).call()
+            return super().step(closure)
+
+    def check(rank: int, plan: Any) -> None:
+        model, _, optimizer = start(plan, Amid, elementwise=True)
+        x, found = data(rank, 9), list[Any]()
+        thread = threading.Thread(target=lambda: found.append(outcome(lambda: evaluated(model, x))))
+
+        def call() -> None:
+            if not thread.ident:
+                thread.start()
+                thread.join(0.2)  # without the lock it has ended by then, usually
+
+        Amid.call = staticmethod(call)
+        train(model, optimizer, rank, 0)
+        Amid.call = int
+        thread.join()
+        assert torch.equal(found[0], evaluated(model, x))  # with the new weights
 
     in_turn(check, PLANS[:3])(rank)

@@ -46,8 +46,7 @@ class Running:
         self.lock = threading.RLock()
         self._of_thread = threading.local()
         self._runner: int | None = None  # the thread that has begun to run the model, until it has no running call
-        self._trainer: int | None = None  # the thread of the last forward with gradients
-        self._of_backward: int | None = None  # the thread in which the hooks of the last backward ran
+        self._trainer: int | None = None  # the thread of the last forward with gradients, or of a backward (on a CPU)
         self.stretches = Stretches()
 
     def __bool__(self) -> bool:
@@ -99,14 +98,16 @@ class Running:
                     "run them inside `with handle.unsharded():`, or use a plan with replicated weights (zero2)"
                 )
 
-    def note_backward(self) -> None:
-        """A backward begins: a hook of it makes this call."""
-        self._of_backward = threading.get_ident()
+    def note_backward(self, device: torch.device) -> None:
+        """A backward begins: a hook of it makes this call. (On an accelerator it runs on a thread of torch, and the
+        thread of the last forward with gradients is taken for the one that waits.)"""
+        if device.type == "cpu":
+            self._trainer = threading.get_ident()
 
-    def is_beside_backward(self, device: torch.device) -> bool:
-        """Whether this thread neither runs the backward nor waits for it. On an accelerator hooks run on a thread of
-        torch; there, the thread of the last forward with gradients is taken for the one that waits."""
-        return threading.get_ident() != (self._of_backward if device.type == "cpu" else self._trainer)
+    @property
+    def is_trainer(self) -> bool:
+        """Whether this thread has run the last backward, or has waited for it."""
+        return self._trainer == threading.get_ident()
 
     def expect_evaluation(self, units: Sequence[Unit]) -> None:
         """Another thread runs a backward.
@@ -126,9 +127,9 @@ class Running:
         self.expect_alone(units)
         if self._runner is None:
             self._runner = threading.get_ident()
-        if torch.is_grad_enabled() and not in_backward():
-            self._trainer = threading.get_ident()
         calls = self._calls
+        if not calls and torch.is_grad_enabled() and not in_backward():
+            self._trainer = threading.get_ident()
         self.stretches.begin(units, calls[-1][0] if calls else (), inputs)
         calls.append((units, opened("forward", units), sys.exception()))
         if self._tracked_views() is None and any(unit.weights.buffer.borrows for unit in units):

@@ -250,7 +250,7 @@ class Schedule(NotCopied):
             self.running.expect_whole("backward")
             expect_autograd()
             self._end = _at_end(self._end_backward)
-            self.running.note_backward()
+            self.running.note_backward(self.gatherer.collectives.device)
             self.task = torch._C._current_graph_task_id()  # last, for other threads (`_is_in_backward_elsewhere`)
             one_backward.begin(self, self.task)
             if not any(unit.weights.scopes for unit in self.gatherer.units):  # else a rank may run a backward alone
@@ -281,9 +281,7 @@ class Schedule(NotCopied):
 
     def _is_in_backward_elsewhere(self) -> bool:
         """Whether a backward of this model runs in another thread of the user's."""
-        if self.task is None or in_backward() or not self._is_held():
-            return False
-        return self.running.is_beside_backward(self.gatherer.collectives.device)
+        return self.task is not None and not in_backward() and self._is_held() and not self.running.is_trainer
 
     def here(self) -> list[Unit]:
         """The units that this backward is at."""

@@ -45,7 +45,6 @@ class Steppers:
         num_builds: how often they have been built.
         built_for: the reducer of the units that they were built for. Another one, if a build has raised since.
         waiting: the state of frozen parameters, in full on every rank, until they begin to train.
-        raised: what a class has raised in the step that runs; empty if none has.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -55,7 +54,6 @@ class Steppers:
         self.num_builds = 0
         self.built_for: Reducer | None = None
         self.waiting: FullState = {}
-        self.raised: list[Exception] = []
         self._watched: list[Watched] = []
 
     @outside_inference
@@ -137,9 +135,9 @@ class Steppers:
     @phase("step: update")
     def step(
         self, options: Sequence[Options], active: dict[Unit, list[bool]], update: Update, arguments: Options
-    ) -> None:
-        """Update main unit by unit, and start to gather weights that rest in full. Collective. What a class raises is
-        kept in `raised`.
+    ) -> Exception | None:
+        """Update main unit by unit, and start to gather weights that rest in full. Collective. Returns what a class has
+        raised on this rank.
 
         Args:
             options: the user's param groups.
@@ -155,15 +153,15 @@ class Steppers:
                 self._consume(unit, by_step=True)
 
         self._stop_gathering()
-        self.raised.clear()
+        raised = None
         with self._engine.reducer.visible.unedited():
             for stepper in self.all:
                 of_class = arguments_for(type(stepper.optimizer), arguments)
-                if (error := stepper.step(options, active, update, updated, of_class)) and not self.raised:
-                    self.raised.append(error)
+                raised = stepper.step(options, active, update, updated, of_class) or raised
         for watched in self._watched:
             watched.note(options)
         self._engine.gatherer.read()
+        return raised
 
     @torch.no_grad()
     def take_part(self, active: dict[Unit, list[bool]]) -> None:

@@ -198,11 +198,13 @@ class FlatBuffer:
             ValueError: no such transition.
             RuntimeError: there are no values, or a redistribution is in progress.
         """
-        if self.placement is None or self.is_arriving:
-            what = "has no values" if self.placement is None else "waits for values that are arriving"
-            hint = ". Does another thread call the model meanwhile? A threading.Lock around calls lets them take turns"
-            hint = "" if self.placement is None else hint
-            raise InvalidState(f"a buffer of unit {unit} {what}: it cannot be redistributed ({phase}){hint}")
+        if self.placement is None:
+            raise InvalidState(f"a buffer of unit {unit} has no values: it cannot be redistributed ({phase})")
+        if self.is_arriving:
+            raise InvalidState(
+                f"a buffer of unit {unit} waits for values that are arriving: it cannot be redistributed ({phase}). "
+                "Does another thread call the model meanwhile? A threading.Lock around calls lets them take turns"
+            )
         pending, path, full = None, moves(self.placement, to), self.full
         described: Any = {"unit": unit, "phase": phase, "portions": portions}
         if Move.REDUCE_SCATTER in path:
