@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -183,9 +184,18 @@ def has_locks(lock: Lock) -> bool:
 
 
 def seconds_since_change(folder: Path) -> float:
-    """Since the folder or a file in it was last written to or renamed, by the clock of this host."""
+    """Since the folder or a file in it was last written to or renamed."""
     found = [path.stat() for path in (folder, *folder.iterdir())]
-    return time.time() - max(max(one.st_mtime, one.st_ctime) for one in found)
+    return now(folder.parent) - max(max(one.st_mtime, one.st_ctime) for one in found)
+
+
+def now(folder: Path) -> float:
+    """The time by the clock of the file system, which other hosts use as well: this host's may be hours ahead."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as new:
+            return os.fstat(new.fileno()).st_mtime
+    except OSError:  # it is full, for example
+        return time.time()
 
 
 def unlock(lock: Lock) -> None:

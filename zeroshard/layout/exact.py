@@ -102,14 +102,18 @@ def nearly(limbs: Sequence[int]) -> float:
         return math.nan
     parts = []
     for start in range(0, LIMBS, _PER_PART):
-        values = [*map(float, limbs[start : start + _PER_PART]), *[0.0] * (2**_LEVELS - _PER_PART)]
+        part = limbs[start : start + _PER_PART]
+        if not any(part):  # most are 0
+            parts.append(0.0)
+            continue
+        values = [*map(float, part), *[0.0] * (2**_LEVELS - _PER_PART)]
         for level in range(_LEVELS):
             factor = 2.0 ** (_BITS << level)
             values = [low + high * factor for low, high in zip(values[::2], values[1::2], strict=True)]
         parts += values
     total = parts[0] * 2.0 ** (_WEIGHTS[0] // 2) * 2.0 ** (_WEIGHTS[0] // 2)
-    for part, weight in zip(parts[1:], _WEIGHTS[1:], strict=True):
-        total += part * 2.0**weight
+    for value, weight in zip(parts[1:], _WEIGHTS[1:], strict=True):
+        total += value * 2.0**weight
     return total
 
 
