@@ -64,6 +64,7 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
     """See `Handle.full_state_dict`."""
     if main:
         expect_none_written(engine.units, "full_state_dict(main=True)")
+    engine.plain.expect_ignored_here()
     keeps, names = destination.includes(engine.collectives.mesh.world.rank), engine.plain.state()
     values: dict[int, Tensor] = {}
     engine.collectives.num_reads += 1
@@ -105,6 +106,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
 
     def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
         engine.plain.expect_loadable()
+        engine.plain.expect_ignored_here()
         if not has_state:
             return {}, IncompatibleKeys([], [])
         if not isinstance(state, (Mapping, type(None))):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zeroshard.errors import InvalidState, InvalidValue
+from zeroshard.model.absent import is_absent
 from zeroshard.model.managed import Managed
 from zeroshard.model.transforms import given_tensors, in_functional_call
 from zeroshard.model.units import plain_name
@@ -98,6 +99,18 @@ class PlainModel:
     def ignored(self) -> frozenset[str]:
         """Names, as in the `state_dict()`, of ignored parameters and buffers."""
         return frozenset(map(plain_name, self._managed.ignored))
+
+    def expect_ignored_here(self) -> None:
+        """Raises:
+        RuntimeError: an ignored parameter belongs to another handle, and its values are not here."""
+        ignored = {} if self._model is None else self._managed.left_alone(self.module)
+        for name, parameter in ignored.items():
+            if is_absent(parameter):
+                raise InvalidState(
+                    f"parameter {plain_name(name)} is ignored by this handle and sharded by another one, and its "
+                    "values are not here. Call this inside of `with other.unsharded():`, where `other` is that handle "
+                    "(to load: `with other.unsharded(write=True):`)"
+                )
 
     def state(self) -> dict[str, Any] | None:
         """Name -> parameter or buffer (the object itself) of everything in the `state_dict()`, and what modules return
@@ -189,9 +202,11 @@ class PlainModel:
 
         Raises:
             ValueError: an extra state is neither a tensor nor None.
+            RuntimeError: as `expect_ignored_here`.
         """
         if self._model is None:
             return {}
+        self.expect_ignored_here()
         sharded = {id(parameter) for unit in units for parameter in unit.parameters}
         found = {name: one for name, one in self.objects().items() if id(one) not in sharded and one is not None}
         for name, value in found.items():
