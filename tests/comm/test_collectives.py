@@ -367,7 +367,10 @@ def test_other_meshes_are_refused() -> None:
         assert (mesh.replicate.size, mesh.shard.size) == (2, 1)
         mesh = Mesh.of(init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "replicate")))
         assert (mesh.replicate.size, mesh.shard.size) == (1, 2)
-        model = Net()
+        model, group = Net(), dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(TypeError, match="a group that this rank is not in"):
+                zeroshard.shard(model, "zero3", mesh=group)
         with pytest.raises(ValueError, match="needs the axes"):
             zeroshard.shard(
                 model, "zero3", mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), units=Block
