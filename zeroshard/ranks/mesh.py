@@ -216,7 +216,8 @@ _MEMBERS = (
 
 def _axes_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> tuple[Axis, Axis]:
     """The shard axis and the replicate axis; errors as of `Mesh.of`."""
-    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns on ranks that are not in the group
+    given: object = mesh
+    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns on ranks that are not in the group
         raise InvalidType("mesh= is a group that this rank is not in: call shard() on the ranks of the group only")
     if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, NoneType)):
         raise InvalidType(
