@@ -185,8 +185,8 @@ def _taken(parameter: nn.Parameter) -> str:
         )
     return (
         f"is sharded already, as {other!r}: close() that handle first. Models that share modules are sharded as one: "
-        "shard(nn.ModuleList([actor, critic]), ...). A part that keeps its own handle (experts of other ranks) belongs in "
-        "ignored="
+        "shard(nn.ModuleList([actor, critic]), ...). A part that keeps its own handle (experts of other ranks) belongs "
+        "in ignored="
     )
 
 
