@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +15,28 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import NUM_RANKS, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train, with_plans
 from tests.together import in_turn, on_ranks
+from zeroshard.failures.lost import LostPeer
+from zeroshard.failures.notices import Cause
 from zeroshard.placement import REPLICATED, SHARDED, Plan
 from zeroshard.precision import MixedPrecision
-from zeroshard.testing import run_ranks
+from zeroshard.testing import RankError, run_ranks
+
+
+def every_error(kind: type[zeroshard.Error] = zeroshard.Error) -> Iterator[type[zeroshard.Error]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from every_error(one)
+
+
+def test_errors_can_be_sent_to_other_processes() -> None:
+    """What a worker of a process pool raises is pickled, and the pool breaks if it cannot be read."""
+    made = [kind.__new__(kind, "a text") for kind in every_error()]
+    assert len(made) > 15
+    lost = LostPeer("a text", Cause(1, "has ended"), ["rank 2 waits"])
+    lost.add_note("a note")
+    for error in (*made, lost, RankError(1, "a text")):
+        found = pickle.loads(pickle.dumps(error))
+        assert type(found) is type(error) and str(found) == str(error) and vars(found) == vars(error)
 
 
 def hooks(model: nn.Module) -> int:

@@ -1,9 +1,24 @@
 """The errors of zeroshard: each is an `Error`, and also a subclass of the matching built-in exception."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
 
 class Error(Exception):
     """Base class of all errors that zeroshard raises. Errors of torch, of the system and of your own code are passed
-    through unchanged."""
+    through unchanged. They can be pickled, as process pools and Ray do with what their workers raise."""
+
+    def __reduce__(self) -> tuple[Callable[..., Error], tuple[type[Error], tuple[Any, ...], dict[str, Any]]]:
+        return _copied, (type(self), self.args, vars(self))  # not by `__init__`, which may have other arguments
+
+
+def _copied(kind: type[Error], args: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
+    """The error of another process, with its notes."""
+    error = kind.__new__(kind, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class InvalidValue(Error, ValueError):
