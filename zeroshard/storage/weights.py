@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
 from zeroshard.failures.blame import USE_THE_SAME
+from zeroshard.failures.lost import LostPeer
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.ranks.common import Common
@@ -140,13 +141,7 @@ class Weights:
             if state is Residency.GATHERING:
                 self.buffer.arrive(stale=stale)
         except RuntimeError as error:
-            in_backward = torch._C._current_graph_task_id() != -1
-            error.add_note(
-                f"unit {self._unit}: its weights have not all arrived. Every rank must run the same units in the same "
-                "order; code that one rank runs more often than another belongs inside `with handle.unsharded():`"
-                + f"; {USE_THE_SAME}"
-                * in_backward
-            )
+            _explain(error, self._unit)
             raise
         if not stale:
             self.versions.may_be_differentiated = False
@@ -399,6 +394,19 @@ class Weights:
 
     def _refuse(self, verb: str, needed: Residency) -> NoReturn:
         raise InvalidState(f"unit {self._unit}: cannot {verb} weights that are {self.state.value}: need {needed.value}")
+
+
+def _explain(error: RuntimeError, unit: str) -> None:
+    """Say what may keep weights from arriving, unless the error says it: a rank has ended."""
+    if isinstance(error, LostPeer) and error.cause is not None:
+        return
+    in_backward = torch._C._current_graph_task_id() != -1
+    error.add_note(
+        f"unit {unit}: its weights have not all arrived. Every rank must run the same units in the same order; code "
+        "that one rank runs more often than another belongs inside `with handle.unsharded():`"
+        + f"; {USE_THE_SAME}"
+        * in_backward
+    )
 
 
 def _unseen() -> AbstractContextManager[Any]:
