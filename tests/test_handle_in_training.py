@@ -204,6 +204,16 @@ def test_buffers_are_each_ranks_own_until_they_are_averaged() -> None:
 
 
 @on_ranks(2)
+def test_buffers_of_8_bits_are_averaged(rank: int) -> None:
+    """torch has no sum of them, and raised after some buffers had been averaged."""
+    model, handle, _ = start("zero1")
+    for name, dtype in (("a", torch.float8_e4m3fn), ("b", torch.float8_e5m2), ("c", torch.bfloat16)):
+        model.register_buffer(name, torch.tensor([1.0, 2.0 * rank]).to(dtype))
+    handle.average_buffers()
+    assert [getattr(model, name).tolist() for name in "abc"] == [[1.0, 1.0]] * 3
+
+
+@on_ranks(2)
 def test_other_buffers_on_one_rank_are_not_averaged(rank: int) -> None:
     """Integers of another length were copied in part, and the means of two names were mixed, in silence."""
     for change, message in (

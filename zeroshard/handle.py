@@ -233,6 +233,7 @@ class Handle(NotTheModel, NotCopied):
                 collectives.broadcast([buffer])
             elif buffer.numel():
                 rows = collectives.exchange(buffer.reshape(-1).to(collectives.device), "average_buffers()")
+                rows = rows.float() if rows.dtype.itemsize < 2 else rows  # torch does not add 8-bit numbers
                 buffer.copy_(rows.mean(0).view(buffer.shape))
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:

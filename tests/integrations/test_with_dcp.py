@@ -232,6 +232,25 @@ def test_the_helpers_of_torch_work_or_name_the_block_that_they_need() -> None:
     run_ranks(check, 2)
 
 
+def test_a_folder_without_a_loss_scale_is_loaded_into_a_run_that_has_one(tmp_path: Path) -> None:
+    """torch asks for all that is asked for, and its error had no remedy that keeps the optimizer's state."""
+
+    def check(rank: int) -> None:
+        half = zeroshard.MixedPrecision(torch.float16, keep=(nn.BatchNorm1d,))
+        model, handle, optimizer = sharded("zero1", BF16)
+        train(model, optimizer, rank, 0, 1)
+        dcp.save(stateful(handle, optimizer), checkpoint_id=tmp_path / "bf16")
+        _, of_half, scaled = sharded("zero3", half, seed=1)
+        with pytest.raises(CheckpointException, match=r"Missing key in .*optim\.loss_scale"):
+            dcp.load(stateful(of_half, scaled), checkpoint_id=tmp_path / "bf16")
+        before = scaled.state_dict()["loss_scale"]
+        dcp.load(stateful(of_half, scaled, loss_scale=False), checkpoint_id=tmp_path / "bf16")
+        assert same_bits(everything(of_half, scaled), everything(handle, optimizer))
+        assert scaled.state_dict()["loss_scale"] == before
+
+    run_ranks(check, 2)
+
+
 def test_what_cannot_be_stateful_is_refused() -> None:
     def check(rank: int) -> None:
         model, handle, optimizer = sharded("zero1")

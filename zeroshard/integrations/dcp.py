@@ -22,7 +22,9 @@ from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.assignment import Options
 
 
-def stateful(handle: Handle, optimizer: ShardedOptimizer | None = None) -> dict[str, Stateful]:
+def stateful(
+    handle: Handle, optimizer: ShardedOptimizer | None = None, *, loss_scale: bool = True
+) -> dict[str, Stateful]:
     """The objects to pass to `dcp.save` and `dcp.load`, under the keys `model` and `optim`.
 
     The folder has the layout of `dcp.save({"model": weights, "optim": state})` with the results of torch's
@@ -36,6 +38,8 @@ def stateful(handle: Handle, optimizer: ShardedOptimizer | None = None) -> dict[
     Args:
         handle: of the model.
         optimizer: its optimizer; None: only the model.
+        loss_scale: False: leave out the state of the loss scaler, if there is one. `dcp.load` asks for it, and a folder
+            of FSDP2, of `zeroshard export`, or of a run without a loss scale (bf16) has none: "Missing key".
 
     Raises:
         TypeError: not a handle, or not a ShardedOptimizer.
@@ -51,7 +55,7 @@ def stateful(handle: Handle, optimizer: ShardedOptimizer | None = None) -> dict[
         )
     if optimizer.engine is not handle.engine:
         raise InvalidValue("stateful: the optimizer belongs to another model than the handle: one call for each model")
-    return {"model": _Model(handle), "optim": _Optimizer(optimizer)}
+    return {"model": _Model(handle), "optim": _Optimizer(optimizer, loss_scale)}
 
 
 class _Model(Stateful):
@@ -69,13 +73,15 @@ class _Model(Stateful):
 class _Optimizer(Stateful):
     """In the layout of torch's `get_optimizer_state_dict`: names in the place of numbers."""
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: ShardedOptimizer, loss_scale: bool) -> None:
+        self._optimizer, self._loss_scale = optimizer, loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Collective. Parameters that have no state yet get zeros: `dcp.load` reads what is asked for, and nothing
         else, and would skip their state in silence."""
         found, names = self._optimizer.state_dict(device="cpu"), self._names()
+        if not self._loss_scale:
+            found.pop("loss_scale", None)
         state = {name: found["state"].get(number) or self._blank(number) for number, name in enumerate(names)}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
         return {**found, "state": {name: of_name for name, of_name in state.items() if of_name}, "param_groups": groups}
