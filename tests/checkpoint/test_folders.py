@@ -322,6 +322,35 @@ def test_objects_in_extra_may_be_numbered(tmp_path: Path) -> None:
     run_ranks(check, 1)
 
 
+class Raises:
+    """`what`: the method that raises, on rank 1."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        self.what = what if rank else ""
+
+    def state_dict(self) -> Any:
+        return {"epoch": {"save": {}}.get(self.what, {"at": 3})["at"]}
+
+    def load_state_dict(self, state: Any) -> None:
+        _ = state["of" if self.what == "load" else "epoch"]
+
+
+def test_an_extra_that_raises_is_named(tmp_path: Path) -> None:
+    """The messages were "save: KeyError: 'at'" and "load: KeyError: 'of'"."""
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(nn.Linear(3, 3), "zero3")
+        message = r"save \(on rank 1\): state_dict\(\) of extra 'loader' raised KeyError: 'at'"
+        with pytest.raises(zeroshard.CheckpointError, match=message):
+            zeroshard.save(tmp_path, handle, step=1, extra={"loader": Raises(rank, "save")})
+        zeroshard.save(tmp_path, handle, step=1, extra={"loader": Raises(rank, "")})
+        message = r"load \(on rank 1\): load_state_dict\(\) of extra 'loader' raised KeyError: 'of'\. Some values have"
+        with pytest.raises(zeroshard.CheckpointError, match=message):
+            zeroshard.load(tmp_path, handle, extra={"loader": Raises(rank, "load")})
+
+    run_ranks(check, 2)
+
+
 def test_bad_arguments_raise_on_every_rank(tmp_path: Path) -> None:
     class Bad:
         def state_dict(self) -> Any:

@@ -385,8 +385,8 @@ def test_a_model_does_not_disturb_the_command(
     for model, arguments, message in (
         ("Reads", of_rows, "InvalidState: it reads from standard input"),
         ("asks", (), "cannot be built on the meta device: InvalidState: it reads from standard input"),
-        ("Exits", of_rows, "cannot be traced without values: it called sys.exit(3)"),
-        ("Fails", of_rows, "cannot be traced without values: RuntimeError"),
+        ("Exits", of_rows, "its loss, run without values on a tensor [2, 8] torch.float32: it called sys.exit(3)"),
+        ("Fails", of_rows, "its loss, run without values on a tensor [2, 8] torch.float32: RuntimeError"),
         ("Masks", of_rows, "Masks.forward(inputs, mask) is called with 1 arguments"),
         ("needs", (), f"{here}:needs(width) is called with"),
         ("Prints", (*of_rows, "--inputs", f"{here}:needs"), f"--inputs {here}:needs(width) is called with"),

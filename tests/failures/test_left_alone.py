@@ -4,6 +4,7 @@ Now all ranks soon report which rank is in which call, and which calls are colle
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +30,13 @@ from tests.failures.common import Ended, Ranks, finish_all, has_ended
 from tests.patience import AT_ONCE, wait_until
 from tests.together import on_ranks
 from zeroshard.checkpoint import files
+from zeroshard.comm import joining
+from zeroshard.errors import InvalidState
 from zeroshard.failures import positions
 from zeroshard.failures.blame import describe_knot
 from zeroshard.failures.positions import HERE, Here, Position, Wait, knot
 from zeroshard.failures.whereabouts import SAVES, only_saves
+from zeroshard.testing import run_ranks
 
 
 def early(rank: int, mark: Callable[[], Any], plan: str, last: int, case: str, folder: Path) -> None:
@@ -437,3 +442,34 @@ def test_only_a_save_in_the_background_may_outlive_the_program() -> None:
 
     saves, trains = Ranks(rank_main, 1, f"{SAVES} 3", True), Ranks(rank_main, 1, "trains", False)
     assert [one.statuses for one in finish_all([saves, trains])] == [[0], [0]]
+
+
+def test_a_process_that_inherits_the_place_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for minutes, as a second rank 1. `init` leaves a mark for the processes that a rank starts."""
+
+    def check(rank: int) -> int:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        zeroshard.init()
+        if (child := os.fork()) == 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(dist, "is_initialized", lambda: False)  # as in a process that has begun anew
+                try:
+                    zeroshard.init(timeout=1)
+                except InvalidState as error:
+                    os._exit(7 if f"rank {rank} (process {os.getppid()}) has started this" in str(error) else 8)
+                finally:
+                    os._exit(9)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_ranks(check, 2) == [7, 7]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    for pid, told, is_copy in (
+        (os.getppid(), [*place.values()], True),
+        (os.getppid(), ["1", *place.values()][:4], False),  # this process has been given a place of its own
+        (os.getpid(), [*place.values()], False),  # the rank itself, which joins a second time
+    ):
+        monkeypatch.setenv("ZEROSHARD_RANK_OF_PROCESS", json.dumps([pid, told]))
+        with pytest.raises(InvalidState) if is_copy else nullcontext():
+            joining._expect_no_copy()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.accelerated import AcceleratedLoop
@@ -282,6 +283,13 @@ def test_a_loss_without_parameters_is_prepared_and_saved(tmp_path: Path) -> None
         loss.weight.zero_()
         run.accelerator.load_state(str(tmp_path))
         assert loss.weight.tolist() == [1.0, 2.0]
+        dist.barrier()
+        (tmp_path / "zeroshard").rename(tmp_path / "other") if rank == 0 else None
+        dist.barrier()
+        loss.weight.zero_()
+        with pytest.raises(RuntimeError, match=r"load_state: there is no folder .*zeroshard\. save_state of zeroshard"):
+            run.accelerator.load_state(str(tmp_path))
+        assert not loss.weight.any()  # nothing has been loaded
 
     run_ranks(check, 2)
 

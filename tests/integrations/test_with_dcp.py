@@ -251,6 +251,23 @@ def test_a_folder_without_a_loss_scale_is_loaded_into_a_run_that_has_one(tmp_pat
     run_ranks(check, 2)
 
 
+def test_gradients_that_wait_for_a_step_are_refused(tmp_path: Path) -> None:
+    """`dcp.save` went on, and the gradients were in no folder. One rank alone has them here."""
+
+    def check(rank: int) -> None:
+        model, handle, optimizer = sharded("zero1")
+        with handle.no_sync():
+            if rank == 1:
+                loss(model, rank, 0).backward()
+        parts = stateful(handle, optimizer)
+        with pytest.raises(RuntimeError, match=r"checkpoint \(on rank 1\): gradients are waiting for a step"):
+            dcp.save(parts, checkpoint_id=tmp_path / "a")
+        optimizer.zero_grad()
+        dcp.save(parts, checkpoint_id=tmp_path / "a")
+
+    run_ranks(check, 2)
+
+
 def test_what_cannot_be_stateful_is_refused() -> None:
     def check(rank: int) -> None:
         model, handle, optimizer = sharded("zero1")

@@ -181,6 +181,26 @@ def test_what_is_here_is_read_as_in_plain_torch(rank: int) -> None:
     check(rank)
 
 
+class Yields(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        yield x @ self.weight
+
+
+class Awaits(nn.Linear):
+    async def forward(self, x: Tensor) -> Any:
+        return x @ self.weight
+
+
+@pytest.mark.by_cpu
+@on_ranks(2)
+def test_a_forward_that_runs_later_is_named(rank: int) -> None:
+    """The message was that of any read outside of a forward."""
+    for module, kind in ((Yields(3, 3), "generator"), (Awaits(3, 3), "coroutine")):
+        zeroshard.shard(module, "zero3")
+        with pytest.raises(RuntimeError, match=f"weight are not here, .* as it is in a {kind}: let forward be a plain"):
+            module(torch.ones(2, 3)).send(None)
+
+
 @pytest.mark.by_cpu
 @on_ranks(2)
 def test_descriptions_are_those_of_the_plain_model(rank: int) -> None:

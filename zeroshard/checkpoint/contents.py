@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,7 +26,8 @@ from torch import Tensor
 from zeroshard.checkpoint.rank_state import EncodedState, blob, number, whole
 from zeroshard.checkpoint.saved_state import StateKinds, names_of
 from zeroshard.checkpoint.writer import Item
-from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.errors import Error, InvalidType, InvalidValue
+from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import DTYPE_NAMES
 from zeroshard.io.values import encode, no_tensors, without_numpy
 from zeroshard.layout.interval import Interval
@@ -87,6 +88,20 @@ def expect_stateful(extra: Extra) -> None:
                 "load_state_dict(), as schedulers have them. Give a number or a dict a small class with these two "
                 "methods; a count of steps is step= already, and load returns it as .step"
             )
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """The user's code runs inside.
+
+    Raises:
+        CheckpointError: it has raised; with `what`."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

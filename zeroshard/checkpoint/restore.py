@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.compatibility import Pairs, adopted
-from zeroshard.checkpoint.contents import Extra
+from zeroshard.checkpoint.contents import Extra, asking
 from zeroshard.checkpoint.meeting import Meeting
 from zeroshard.checkpoint.rank_state import rank_state, set_random_state
 from zeroshard.checkpoint.reader import Reader
@@ -123,7 +123,11 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
     for name, value in engine.unsharded_state().items():
         if f"model/{name}" in reader.manifest.tensors:
             found = reader.tensor(f"model/{name}")
-            with_extra_state[name].set_extra_state(found) if name in with_extra_state else value.copy_(found)
+            if name in with_extra_state:
+                with asking(f"set_extra_state() for {name}"):
+                    with_extra_state[name].set_extra_state(found)
+            else:
+                value.copy_(found)
     for name, parameter in engine.untaken.items():
         if f"model/{name}" in reader.manifest.tensors:
             parameter.copy_(reader.tensor(f"model/{name}"))
@@ -141,6 +145,7 @@ def restore_rest(reader: Reader, engine: Engine, pairs: Pairs, extra: Extra) -> 
         states = same["extra"] if "extra" in same else decode(values.get("extra", {}), reader.tensor)
         for key, stateful in extra.items():
             if key in states:
-                stateful.load_state_dict(states[key])
+                with asking(f"load_state_dict() of extra {key!r}"):
+                    stateful.load_state_dict(states[key])
     if "random" in own:
         set_random_state(own["random"])

@@ -34,7 +34,9 @@ from zeroshard.checkpoint.commit import (
 from zeroshard.checkpoint.contents import (
     Extra,
     Optimizers,
+    Stateful,
     as_list,
+    asking,
     expect_of_engine,
     expect_stateful,
     model_items,
@@ -267,7 +269,7 @@ class _Save:
         expect_of_engine(self.optimizers, self.engine)
         if self.optimizers and len(self.engine.claims.owners()) > len(self.optimizers):
             raise InvalidValue("this model has several optimizers: pass all of them in a list (or none)")
-        states = {name: stateful.state_dict() for name, stateful in (self.extra or {}).items()}
+        states = {name: _state_of(name, stateful) for name, stateful in (self.extra or {}).items()}
         found = [optimizer_values(one, names, f"group/{number}") for number, one in enumerate(self.optimizers)]
         items = [*model_items(self.engine), *chain.from_iterable(map(optimizer_items, self.optimizers))]
         own = _Own(
@@ -311,6 +313,11 @@ class _Save:
         expect_readable(least_size(base, sizes), "the manifest would have at least")
         is_first = self.engine.collectives.mesh.world.rank == 0
         return open_folder(self.directory, base, sizes) if is_first else None
+
+
+def _state_of(name: str, stateful: Stateful) -> Any:
+    with asking(f"state_dict() of extra {name!r}"):
+        return stateful.state_dict()
 
 
 def _end_with(status: int) -> None:

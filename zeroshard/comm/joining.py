@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from zeroshard.errors import InvalidValue, TookTooLong
+from zeroshard.errors import InvalidState, InvalidValue, TookTooLong
 from zeroshard.failures import watch
 from zeroshard.failures.found import has_one_launcher, is_refused, stopped_of_this_job, wake
 from zeroshard.failures.lost import LostPeer
-from zeroshard.failures.processes import Who
+from zeroshard.failures.processes import Who, descends_from
 from zeroshard.io.logger import LOGGER, tell
 from zeroshard.ranks.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
 from zeroshard.ranks.groups import default_group
@@ -50,18 +51,49 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; one GPU for two ranks; or
             as `launched`.
         TimeoutError: not all ranks have come within the timeout.
-        RuntimeError: whoever holds the store of the group has ended.
+        RuntimeError: whoever holds the store of the group has ended; or a rank has started this process, with its own
+            environment.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise InvalidValue(f"timeout must be positive, found {timeout.total_seconds()} s")
     if not dist.is_initialized():
+        _expect_no_copy()
         _join(backend, timeout)
+    _mark()
     watch.start()
     device = device_for(default_group(), None)
     rank, group = dist.get_rank(), dist.get_backend_config(default_group())
     tell(rank, "%d ranks by %s, each on its %s", dist.get_world_size(), group, device.type)
     return device
+
+
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What a launcher tells a rank."""
+_MARK = "ZEROSHARD_RANK_OF_PROCESS"
+"""A rank tells the processes that it starts which rank it is: they inherit what it was told, too."""
+
+
+def _mark() -> None:
+    if dist.get_world_size() > 1 and "RANK" in os.environ:
+        os.environ[_MARK] = json.dumps([os.getpid(), _told()])
+
+
+def _told() -> list[str]:
+    return [os.environ.get(name, "") for name in _PLACE]
+
+
+def _expect_no_copy() -> None:
+    """Raises:
+    RuntimeError: this process has what was told to a rank that has started it: both would be that rank."""
+    pid, told = json.loads(os.environ.get(_MARK, "[0, []]"))
+    if pid and told == _told() and descends_from(pid):
+        raise InvalidState(
+            f"init: rank {told[0]} (process {pid}) has started this process, which has inherited RANK and WORLD_SIZE: "
+            "it would wait for ever, as a second one of that rank. Call init in the ranks only, under "
+            'if __name__ == "__main__": in a script that other processes import. For a process that trains by itself: '
+            'os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")'
+        )
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
@@ -141,7 +173,7 @@ def launched() -> tuple[int, int] | None:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    given = dict(zip(_PLACE, _told(), strict=True))
     try:
         rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
     except ValueError:

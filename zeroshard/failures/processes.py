@@ -64,14 +64,36 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[0] in "Tt"
 
 
+def descends_from(pid: int) -> bool:
+    """Whether this process was started by that one, or by one that it has started, and all of them still run. (Without
+    /proc only its own parent is known.)"""
+    one = os.getppid()
+    while one and one != pid:
+        one = _parent(one)
+    return bool(one)
+
+
+def _parent(pid: int) -> int:
+    """0 if it is not known."""
+    try:
+        return int(_fields(pid)[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _fields(pid: int) -> list[bytes]:
+    """What the system shows of a process, from its state on."""
+    # Bytes: the system cuts the program's name off after 15 of them, also in the middle of a character.
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        # Split after the last ")": the program's name, in parentheses, may itself contain spaces and ")" (proc(5)).
+        return file.read().rpartition(b")")[2].split()
+
+
 def _stat(pid: int) -> tuple[str, int]:
     """State letter and start time of a process; ("X", 0) if there is no such process, (_UNKNOWN, 0) if this process
     cannot look: it may have no descriptor left at this moment, or the other one is hidden."""
     try:
-        # Bytes: the system cuts the program's name off after 15 of them, also in the middle of a character.
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # Split after the last ")": the program's name, in parentheses, may itself contain spaces and ")" (proc(5)).
-            fields = file.read().rpartition(b")")[2].split()
+        fields = _fields(pid)
         return fields[0].decode(), int(fields[19])
     except (FileNotFoundError, ProcessLookupError):
         return _UNKNOWN if _is_hidden(pid) else "X", 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from zeroshard.checkpoint import load, save
+from zeroshard.checkpoint import CheckpointError, load, save
 from zeroshard.comm.joining import init
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, handle_of
@@ -283,12 +283,17 @@ class Accelerator(accelerate.Accelerator):
         found: list[str] = []
         if load_kwargs is not None:  # (there since Accelerate 1.7)
             kwargs["load_kwargs"] = load_kwargs
-        hook = super().register_load_state_pre_hook(lambda models, folder: found.append(folder))
-        try:
-            with self._without_models() as parts:
+        with self._without_models() as parts:
+
+            def begins(models: object, folder: str) -> None:
+                _expect_parts(folder, len(parts))
+                found.append(folder)
+
+            hook = super().register_load_state_pre_hook(begins)
+            try:
                 super().load_state(input_dir, **kwargs)
-        finally:
-            hook.remove()
+            finally:
+                hook.remove()
         for number, (handle, optimizers) in enumerate(parts):
             load(_folder(found[0], number), handle, optimizers)
 
@@ -424,6 +429,18 @@ def _joined(handles: Mapping[int, Handle]) -> AbstractContextManager[None]:
 
 def _folder(location: str | Path, number: int) -> Path:
     return Path(location) / (FOLDER if number == 0 else f"{FOLDER}_{number}")
+
+
+def _expect_parts(location: str, count: int) -> None:
+    """Raises:
+    CheckpointError: a folder of `save_state` is not there; nothing has been loaded yet."""
+    if missing := [_folder(location, number) for number in range(count) if not _folder(location, number).is_dir()]:
+        raise CheckpointError(
+            f"load_state: there is no folder {missing[0]}. save_state of zeroshard's Accelerator writes one for each "
+            f"prepared model (here {count}): prepare the models that were saved. Of a folder of plain Accelerate load "
+            "the weights: accelerator.handle_of(model).load_full_state_dict(state), with state = "
+            "safetensors.torch.load_file('.../model.safetensors')"
+        )
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Any]:

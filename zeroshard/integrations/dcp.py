@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from zeroshard.errors import InvalidType, InvalidValue
+from zeroshard.comm.together import together
+from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
 from zeroshard.step.assignment import Options
 
@@ -34,6 +36,8 @@ def stateful(
 
     An optimizer that has not stepped is saved, and asked for, with a state of zeros. The state of a parameter that is
     frozen is asked for only if the optimizer has it: unfreeze before the load what is trained later.
+
+    Gradients that wait for a step are refused, as `zeroshard.save` and `load` refuse them.
 
     Args:
         handle: of the model.
@@ -63,11 +67,20 @@ class _Model(Stateful):
         self._handle = handle
 
     def state_dict(self) -> dict[str, Any]:
-        """Names -> full tensors on the CPU, main's values. Collective."""
+        """Names -> full tensors on the CPU, main's values. Collective.
+
+        Raises:
+            RuntimeError: gradients are waiting for a step, on every rank."""
+        _expect_no_gradients(self._handle.engine)
         return dict(self._handle.full_state_dict(main=True, device="cpu"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._handle.load_full_state_dict(state_dict)
+
+
+def _expect_no_gradients(engine: Engine) -> None:
+    expect = partial(engine.expect_no_gradients, "torch.distributed.checkpoint")
+    together(engine.collectives, "torch.distributed.checkpoint", expect, errors=(InvalidState,))
 
 
 class _Optimizer(Stateful):

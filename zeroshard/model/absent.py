@@ -55,6 +55,8 @@ _WRAPPERS = {
     ("torch.export", "export"): RECORDED,
 }
 """Functions that read or move all parameters of a model -> the error message for an absent one."""
+_LAZY = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of functions whose lines run after their call."""
 _STEP = "torch.optim.optimizer", "Optimizer.profile_hook_step.<locals>.wrapper"
 """What torch puts around the step of every optimizer; its `self` is the optimizer."""
 
@@ -325,13 +327,29 @@ def _absent_in(tree: Any) -> list[AbsentTensor]:
 
 def not_here(name: str, unit: str) -> str:
     """The error message for an absent parameter: why, and what to write instead."""
+    why = f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). "
+    if (kind := _in_lazy_forward()) is not None:
+        return (
+            f"{why}This line of a forward runs after the call of the module, as it is in a {kind}: let forward be a "
+            "plain function that computes all of its results and returns them, a list in place of yield"
+        )
     return (
-        f"the values of parameter {name} are not here, as no module of its unit runs (unit {unit}). Read it inside "
-        "`with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), torch.no_grad():` (a step: "
-        "zeroshard.ShardedOptimizer); move and cast a model before shard(). In a forward: call model(x), not "
-        "model.forward(x); let units= name a block that contains all uses of it; or register the method that is called "
-        "in place of forward with handle.register_forward_method"
+        f"{why}Read it inside `with handle.unsharded():`, write to it inside `with handle.unsharded(write=True), "
+        "torch.no_grad():` (a step: zeroshard.ShardedOptimizer); move and cast a model before shard(). In a forward: "
+        "call model(x), not model.forward(x); let units= name a block that contains all uses of it; or register the "
+        "method that is called in place of forward with handle.register_forward_method"
     )
+
+
+def _in_lazy_forward() -> str | None:
+    """What the forward (or a part of it) is whose lines read the parameter, if they do not run in its call."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if "forward" in code.co_qualname.split(".") and code.co_flags & _LAZY:
+            return "coroutine" if code.co_flags & inspect.CO_COROUTINE else "generator"
+        frame = frame.f_back
+    return None
 
 
 def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:

@@ -232,12 +232,11 @@ def _trace(
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
         stack.enter_context(_converted_to_what_they_are(model))
-        with (
-            in_one_line("activations: one micro-batch cannot be traced without values", InvalidValue),
-            _values_are_asked_for(),
-        ):
+        with in_one_line("activations: the inputs of one micro-batch", InvalidValue):
             inputs = workload.inputs()
-            of_inputs = live.now
+        of_inputs = live.now
+        run = f"activations: the model and its loss, run without values on {_in_words(inputs)}"
+        with in_one_line(run, InvalidValue), _values_are_asked_for():
             loss = workload.loss(model, inputs)
             forward = live.mark()
             gc.collect()  # what is in a cycle of references (a cache of keys) goes now, and not when Python happens to
@@ -295,6 +294,13 @@ def _left_as_they_are(model: nn.Module) -> Iterator[None]:
         for one, entries in zip(dicts, before, strict=True):
             one.clear()
             one.update(entries)
+
+
+def _in_words(inputs: Any) -> str:
+    """The shapes and dtypes of the inputs, for a message."""
+    named = inputs.items() if isinstance(inputs, Mapping) else [("a tensor", leaf) for leaf in tree_leaves(inputs)]
+    found = [f"{name} {[*leaf.shape]} {leaf.dtype}" for name, leaf in named if isinstance(leaf, Tensor)]
+    return ", ".join(found) or f"{inputs!r:.80}"
 
 
 @contextmanager

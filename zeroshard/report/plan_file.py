@@ -61,10 +61,16 @@ def _decoded(kind: Any, value: Any, where: str) -> Any:
     if kind is float and type(value) is int:
         return float(value)
     if not isinstance(kind, type) or type(value) is not kind:
-        raise InvalidValue(f"{where} is damaged: expected {kind}, found {str(value)[:60]!r}")
+        raise InvalidValue(f"{where} is damaged: expected {_kind(kind)}, found {str(value)[:60]!r}")
     if isinstance(value, (int, float)) and not 0 <= value <= MOST:  # NaN is not, either
         raise InvalidValue(f"{where} is damaged: expected a number from 0 to 2**63, found {str(value)[:60]!r}")
     return value
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return "a list"
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}.get(kind, "an object")
 
 
 def _record(kind: type, value: Mapping[str, Any], where: str) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroshard.comm.collectives import transport_named
 from zeroshard.comm.transport import TransportName
@@ -16,7 +17,7 @@ from zeroshard.report.plan_file import MOST
 from zeroshard.report.run_timeline import MeasuredStep, in_short, read_timeline
 
 METRICS = "metrics.jsonl"
-_WHOLE = ("step", "engine_bytes", "peak_memory_bytes", "memory_bytes")
+T = TypeVar("T")
 _OF_A_BATCH = ("sequences", "micro_batches")
 _LARGEST = 1e300
 """Of a number that is drawn: a scale over larger ones has no length."""
@@ -107,10 +108,7 @@ def read_run(folder: Path, *, timeline: bool = True) -> RunRecord:
         raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error
     rows = list(_rows(path, lines))
     measured = read_timeline(folder) if timeline else None
-    try:
-        found = replace(_record(folder, rows), timeline=measured)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidValue(f"{path} is damaged: {in_short(error)}") from error
+    found = replace(_record(path, rows), timeline=measured)
     if not found.steps:
         raise InvalidValue(f"{path}: the run has not come to its first step")
     if not found.starts:
@@ -118,7 +116,8 @@ def read_run(folder: Path, *, timeline: bool = True) -> RunRecord:
     return found
 
 
-def _rows(path: Path, lines: list[str]) -> Iterator[Mapping[str, Any]]:
+def _rows(path: Path, lines: list[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """The lines with their numbers."""
     for number, text in enumerate(lines, 1):
         try:
             row = json.loads(text)
@@ -126,78 +125,104 @@ def _rows(path: Path, lines: list[str]) -> Iterator[Mapping[str, Any]]:
             # A run that was killed may have written a part of its last line.
             if number == len(lines) and number > 1:
                 return
-            raise InvalidValue(f"{path} is damaged in line {number}: {error}") from error
+            raise InvalidValue(f"{path} is damaged in line {number}: it is not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get("kind"), str):
             raise InvalidValue(f"{path} is damaged in line {number}: expected an object with a kind")
-        if row["kind"] == "step":
-            _check_step(path, number, row)
-        yield row
+        yield number, row
 
 
-def _check_step(path: Path, number: int, row: Mapping[str, Any]) -> None:
-    """Raises:
-    ValueError: a field is none that the page can draw."""
-    wrong = [key for key in _WHOLE if key in row and not _is_whole(row[key])]
-    wrong += [key for key in _NUMBERS if key in row and not _is_number(row[key])]
-    wrong += [key for key in ("step", "engine_bytes", "peak_memory_bytes") if key not in row]
-    if wrong:
-        raise InvalidValue(f"{path} is damaged in line {number}: {wrong[0]} is {str(row.get(wrong[0]))[:60]!r}")
+def _record(path: Path, rows: list[tuple[int, Mapping[str, Any]]]) -> RunRecord:
+    def of(kind: str, read: Callable[[Mapping[str, Any]], T]) -> tuple[T, ...]:
+        found = []
+        for number, row in rows:
+            if row["kind"] == kind:
+                with _in_line(path, number):
+                    found.append(read(row))
+        return tuple(found)
 
-
-def _record(folder: Path, rows: list[Mapping[str, Any]]) -> RunRecord:
-    def of(kind: str) -> list[Mapping[str, Any]]:
-        return [row for row in rows if row["kind"] == kind]
-
-    memory = of("memory")[-1:]
     return RunRecord(
-        folder,
-        steps=tuple(of("step")),
-        validations=tuple((_whole("step", row["step"]), _number(row["loss"])) for row in of("validation")),
-        starts=tuple(map(_start, of("start"))),
-        measured=_measured(memory[0]) if memory else None,
+        path.parent,
+        steps=of("step", _step),
+        validations=of("validation", lambda row: (_whole("step", row["step"]), _number("loss", row["loss"]))),
+        starts=of("start", _start),
+        measured=next(reversed(of("memory", _measured)), None),
     )
 
 
+@contextmanager
+def _in_line(path: Path, number: int) -> Iterator[None]:
+    """Raises:
+    ValueError: in place of an error inside, with the number of the line."""
+    try:
+        yield
+    except KeyError as error:
+        raise InvalidValue(f"{path} is damaged in line {number}: it has no {error.args[0]}") from error
+    except ValueError as error:
+        raise InvalidValue(f"{path} is damaged in line {number}: {error}") from error
+
+
+def _step(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises:
+    ValueError: a field is none that the page can draw."""
+    for key in ("step", "engine_bytes", "peak_memory_bytes"):
+        _whole(key, row[key])
+    if "memory_bytes" in row:
+        _whole("memory_bytes", row["memory_bytes"])
+    for key in _NUMBERS:
+        _number(key, row.get(key))
+    return row
+
+
 def _start(row: Mapping[str, Any]) -> Start:
-    transport_named(row["transport"])
-    as_plan(row["plan"])
+    transport, plan = (_text(key, row[key]) for key in ("transport", "plan"))
+    transport_named(transport)
+    as_plan(plan)
     step, ranks, restarts = (_whole(key, row[key], 1 if key == "ranks" else 0) for key in ("step", "ranks", "restarts"))
-    batch = {key: _whole(key, row["batch"][key], 1) for key in _OF_A_BATCH} if "batch" in row else {}
+    given = _object("batch", row.get("batch", {}))
+    batch = {key: _whole(key, given[key], 1) for key in _OF_A_BATCH} if given else {}
     if batch:
-        batch["reduce_every_micro_batch"] = bool(row["batch"]["reduce_every_micro_batch"])
+        batch["reduce_every_micro_batch"] = bool(given["reduce_every_micro_batch"])
     recompute = bool(row["recompute"]) if "recompute" in row else None
-    where = ranks, str(row["device"]), restarts, row["transport"]
-    return Start(step, row["plan"], str(row["precision"]), *where, batch, recompute)
+    where = ranks, _text("device", row["device"]), restarts, transport
+    return Start(step, plan, _text("precision", row["precision"]), *where, batch, recompute)
 
 
 def _measured(row: Mapping[str, Any]) -> Measured:
-    held = {str(phase): _kinds(kinds) for phase, kinds in row["held"].items()}
+    held = {phase: _kinds(phase, kinds) for phase, kinds in _object("held", row["held"]).items()}
     return Measured(_whole("step", row["step"]), held, held.pop("at most"))
 
 
-def _kinds(kinds: Mapping[str, Any]) -> dict[str, int]:
-    return {str(kind): _whole(kind, num_bytes) for kind, num_bytes in kinds.items()}
+def _kinds(phase: str, kinds: Any) -> dict[str, int]:
+    return {kind: _whole(kind, num_bytes) for kind, num_bytes in _object(phase, kinds).items()}
+
+
+def _object(key: str, value: Any) -> Mapping[str, Any]:
+    """Raises:
+    ValueError: `value` is no object of JSON."""
+    if not isinstance(value, dict):
+        raise InvalidValue(f"{key} must be an object, found {value!r:.60}")
+    return value
+
+
+def _text(key: str, value: Any) -> Any:
+    """Raises:
+    ValueError: `value` is no text."""
+    if not isinstance(value, str):
+        raise InvalidValue(f"{key} must be a text, found {value!r:.60}")
+    return value
 
 
 def _whole(key: str, value: Any, least: int = 0) -> int:
     """Raises:
     ValueError: `value` is not a whole number from `least`."""
-    if not _is_whole(value) or value < least:
+    if type(value) is not int or not least <= value <= MOST:
         raise InvalidValue(f"{key} must be a whole number from {least}, found {value!r:.60}")
     return int(value)
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
-
-
-def _number(value: Any) -> float | None:
+def _number(key: str, value: Any) -> float | None:
     """Raises:
     ValueError: it cannot be drawn."""
-    if not _is_number(value):
-        raise InvalidValue(f"expected a number or null, found {value!r:.60}")
+    if not (value is None or (isinstance(value, (int, float)) and not abs(value) > _LARGEST)):
+        raise InvalidValue(f"{key} must be a number or null, found {value!r:.60}")
     return None if value is None else float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not abs(value) > _LARGEST)

@@ -44,10 +44,13 @@ def read_timeline(folder: Path) -> MeasuredStep | None:
     if not path.exists():
         return None
     try:
-        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        spans = list(_spans([event for event in events if event["ph"] == "X"]))
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RecursionError) as error:
+        found = json.loads(gzip.decompress(path.read_bytes()))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise InvalidValue(f"{path} is not a timeline: {in_short(error)}") from error
+    try:
+        spans = list(_spans(_events(found)))
+    except ValueError as error:
+        raise InvalidValue(f"{path} is not a timeline: {error}") from error
     return MeasuredStep(tuple(spans))
 
 
@@ -56,22 +59,49 @@ def in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def _number(event: Mapping[str, Any], key: str) -> float:
+def _events(found: Any) -> list[Mapping[str, Any]]:
+    """The spans of the file.
+
+    Raises:
+        ValueError: one of them is damaged, or the file has no list of them."""
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
+        raise InvalidValue("expected an object with a list, traceEvents")
+    kept = []
+    for number, event in enumerate(events):
+        where = f"traceEvents[{number}]"
+        _expect_keys(where, event, ("ph",))
+        if event["ph"] == "X":
+            _expect_keys(where, event, ("ts", "dur", "cat", "name", "args"))
+            _expect_keys(
+                f"{where}, args",
+                event["args"],
+                ("unit", "phase") if event["cat"] in ("wait", "collective") else ("unit",),
+            )
+            for key in ("ts", "dur"):
+                if type(event[key]) not in (int, float) or not 0 <= event[key] <= MOST:  # nothing is drawn at infinity
+                    raise InvalidValue(f"{where}: {key} must be a number from 0 to 2**63, found {event[key]!r:.60}")
+            kept.append(event)
+    return kept
+
+
+def _expect_keys(where: str, found: Any, keys: Sequence[str]) -> None:
     """Raises:
-    ValueError: not a number of microseconds. (Nothing can be drawn at infinity.)"""
-    if not 0 <= float(event[key]) <= MOST:
-        raise InvalidValue(f"{key} must be a number from 0 to 2**63, found {event[key]!r:.60}")
-    return float(event[key])
+    ValueError: it is no object with these keys."""
+    if not isinstance(found, dict):
+        raise InvalidValue(f"{where} must be an object, found {found!r:.60}")
+    if missing := [key for key in keys if key not in found]:
+        raise InvalidValue(f"{where} has no {missing[0]}")
 
 
 def _spans(events: Sequence[Mapping[str, Any]]) -> Iterator[Span]:
     """Spans in the order in which they begin, in seconds since the first. Of the engine's phases, only those of the
     optimizer's step are computation."""
-    began = min((_number(event, "ts") for event in events), default=0.0)
-    for event in sorted(events, key=lambda one: (_number(one, "ts"), -_number(one, "dur"))):
+    began = min((float(event["ts"]) for event in events), default=0.0)
+    for event in sorted(events, key=lambda one: (one["ts"], -one["dur"])):
         kind, name, arguments = event["cat"], str(event["name"]), event["args"]
-        start = (_number(event, "ts") - began) / 1e6
-        place = str(arguments["unit"] or name), start, start + _number(event, "dur") / 1e6
+        start = (event["ts"] - began) / 1e6
+        place = str(arguments["unit"] or name), start, start + event["dur"] / 1e6
         if kind in ("forward", "backward"):
             yield Span("compute", place[0], kind, *place[1:])
         elif kind == "phase" and name.startswith("step"):
