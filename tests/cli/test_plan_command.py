@@ -343,7 +343,7 @@ def test_one_line_for_each_mistake(
             "optimizer 'a_script.Lion' cannot be imported: it called sys.exit(): what",
         ),
         ([NET, "--optimizer", "fails.Lion"], "optimizer 'fails.Lion' cannot be imported: OSError: no\n"),
-        ([NET, "--batch", "2", "--inputs", "exits:inputs"], "traced without values: it called sys.exit(2): what"),
+        ([NET, "--batch", "2", "--inputs", "exits:inputs"], "inputs of one micro-batch: it called sys.exit(2): what"),
         (["sys:exit"], "cannot be built on the meta device: it called sys.exit()"),
         (["tests.kit:VOCAB"], "expected a function, found a int"),
         (["tests.kit:logs"], "tests.kit:logs(outcomes) is called with 0 arguments"),
