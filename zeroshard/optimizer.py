@@ -36,7 +36,7 @@ from zeroshard.step.agreement import Agreement, NonFinite
 from zeroshard.step.clips import Clips
 from zeroshard.step.control import Control
 from zeroshard.step.inner import expect_arguments
-from zeroshard.step.param_groups import Classes, ParamGroups
+from zeroshard.step.param_groups import Classes, ParamGroups, expect_rate
 from zeroshard.step.stepper import FullState, Stepper, Update
 from zeroshard.step.steppers import Steppers
 from zeroshard.step.torch_optimizer import TorchOptimizer
@@ -338,9 +338,7 @@ class ShardedOptimizer(TorchOptimizer):
         """Add a param group, as in torch. Its parameters must be in no group yet, and belong to the same handle or,
         under OPTIMIZER_ONLY, to no handle. Existing state is kept. Collective (outside of the constructor)."""
         group, of_group = self._classes.completed(param_group)
-        lr = group.get("lr", self.defaults.get("lr", 0.0))
-        if lr is not None and not 0.0 <= float(lr) < math.inf:  # None: the class finds its own (Adafactor)
-            raise InvalidValue(f"the learning rate must be a finite number from 0, found {lr}")
+        expect_rate(group.get("lr", self.defaults.get("lr")))
         super().add_param_group(group)
         self._classes.of_groups.append(of_group)
         if not self._is_built:

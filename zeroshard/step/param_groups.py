@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.errors import InvalidKey, InvalidState, InvalidType, InvalidValue
 from zeroshard.gradients.settings import Items, Members, plain
 from zeroshard.io.values import without_numpy
 from zeroshard.model.trees import tensors_in
@@ -66,8 +67,11 @@ class Classes:
         """The group, completed with the defaults of its class; and the class.
 
         Raises:
+            TypeError: it is no dict.
+            KeyError: it has no parameters.
             ValueError: the group asks for steps that autograd can follow; or has a parameter twice, or in an option.
         """
+        _expect_group(param_group)
         group = dict(param_group)
         if not isinstance(params := group["params"], (Tensor, set)):  # torch refuses sets
             group["params"] = list(params)
@@ -268,6 +272,30 @@ class ParamGroups:
         params = [p for group in self.lists_with(self.to_adopt_for(state_dict)) for p in group]
         saved = state_dict["state"]
         return {p: saved[i] for p, i in zip(params, indices, strict=True) if i in saved}
+
+
+def expect_rate(rate: object) -> None:
+    """`rate`: the learning rate of a param group. None: it has none, or the class finds its own (Adafactor).
+
+    Raises:
+        ValueError: it is not one number that a step can take.
+    """
+    number = math.nan
+    if rate is not None and not isinstance(rate, str):  # a text of digits is one of a configuration
+        with suppress(TypeError, ValueError, RuntimeError):  # of a tensor of several elements
+            number = float(rate)  # type: ignore[arg-type]
+    if rate is not None and not 0.0 <= number < math.inf:
+        raise InvalidValue(f"the learning rate must be a finite number from 0, found {rate!r:.80}")
+
+
+def _expect_group(found: object) -> None:
+    """Before anything looks into it: a parameter, which may be absent, is a sequence as well."""
+    form = 'write {"params": [p, ...], "lr": 1e-3}'
+    if not isinstance(found, Mapping):
+        kind = "a tensor" if isinstance(found, Tensor) else f"an object of type {type(found).__name__}"
+        raise InvalidType(f"a param group must be a dict, found {kind}: {form}")
+    if "params" not in found:
+        raise InvalidKey(f"a param group has its parameters under 'params', found {[*found]}: {form}")
 
 
 def _expect_once(params: Sequence[Any]) -> None:

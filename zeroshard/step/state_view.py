@@ -76,7 +76,12 @@ class StateView(MutableMapping[Tensor, Any]):
 
     def _expect_mine(self, parameter: Tensor) -> None:
         if not any(parameter is one for one in self._params):
-            raise InvalidKey("optimizer.state: no parameter of this optimizer")
+            is_tensor = isinstance(parameter, Tensor)
+            found = f"a tensor of shape {tuple(parameter.shape)}" if is_tensor else f"{parameter!r:.80}"
+            raise InvalidKey(
+                f"optimizer.state: {found} is no parameter of this optimizer. Keep values that belong to no parameter "
+                "in a param group, optimizer.param_groups[0]['name'] = value: state_dict() and checkpoints have them"
+            )
 
 
 class Gathered(Tensor):
