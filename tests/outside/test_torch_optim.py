@@ -78,7 +78,7 @@ def test_each_class_with_its_options(rank: int) -> None:
 @on_ranks(2)
 @in_fp64
 def test_names_of_parameters_are_kept(rank: int) -> None:
-    """test_can_load_from_to_named_state_dict, test_save_load_equality_with_weights_only, and the errors of named and
+    """test_can_load_from_to_named_state_dict, test_load_state_dict_pre_hook_and_prepend, and the errors of named and
     unnamed groups."""
     twins = Twins(small(), zeroshard.ZERO3, groups=named)
     train(twins, rank, range(2))
@@ -93,7 +93,12 @@ def test_names_of_parameters_are_kept(rank: int) -> None:
     del twins.optimizer, optimizer, both
     other = [(f"module.{name}", p) for name, p in twins.model.named_parameters()]
     twins.optimizer = zeroshard.ShardedOptimizer(other, OPTIM.Adam, lr=0.5)
+    saved["extra"] = 1
+    twins.optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: {k: state.pop(k) for k in [*state] if k != "extra"}
+    )
     twins.optimizer.load_state_dict(saved)
+    assert list(saved) == ["state", "param_groups", "extra"], "a hook has a copy of the dict"
     (group,) = twins.optimizer.param_groups
     assert group["lr"] == 1e-2 and group["param_names"] == saved["param_groups"][0]["param_names"]
     train(twins, rank, range(2, 4))

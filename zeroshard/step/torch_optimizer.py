@@ -114,6 +114,8 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
                 another shape; state dicts that differ between ranks.
         """
         self.engine.check_open("load_state_dict")
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)  # as in torch: hooks may remove keys from theirs
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict or {}) or state_dict
         if broadcast_from_rank0:
