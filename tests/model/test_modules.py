@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -789,3 +791,34 @@ def test_containers_that_a_module_keeps(rank: int) -> None:
     model(torch.ones(2, 4) * (rank + 1))
     model.features[50].sum().backward()
     assert handle.gradient("linear.weight").abs().sum() > 0
+
+
+class OfTuple(nn.Module):
+    """Takes a named tuple, and returns one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tuple) -> Tuple:
+        return Tuple(self.linear(x.hidden), x.others)
+
+
+def test_modules_of_python_are_not_looked_into() -> None:
+    """An object that refers to one led to all modules that have been imported, in each forward: seconds, or a
+    RecursionError."""
+    batch = Slots(torch.ones(2, 4))
+    found = tensors_in([batch, SimpleNamespace(library=sys.modules[__name__], backend=torch)])
+    assert len(found) == 1 and found[0] is batch.hidden
+
+
+@on_ranks(2)
+def test_named_tuples_with_a_list_that_contains_itself(rank: int) -> None:
+    """They were a RecursionError in the first forward of a unit."""
+    others: list[Any] = ["text"]
+    others.append(others)
+    model, plain = make(OfTuple), make(OfTuple)
+    handle = zeroshard.shard(model, "zero3", units=nn.Linear)
+    for one in (model, plain):
+        one(Tuple(torch.ones(2, 4), others)).hidden.sum().backward()
+    assert torch.equal(handle.gradient("linear.weight"), plain.linear.weight.grad)

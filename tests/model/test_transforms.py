@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.fx
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils import _pytree as pytree
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 import zeroshard
 from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train
 from tests.together import in_turn, on_ranks
+from zeroshard.model import trees
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")  # raised by torch when it loads forward mode
 Values = dict[str, Tensor]
@@ -201,3 +203,50 @@ def test_a_loss_on_a_forward_derivative(rank: int) -> None:
         for name, parameter in plain.named_parameters():
             found, expected = handle.gradient(name), parameter.grad
             assert expected is None or (found is not None and torch.allclose(found, expected, atol=1e-6)), name
+
+
+class Into(torch.fx.Tracer):
+    """Traces into all modules, and keeps a tensor, and modules of Python (as that of torchvision's extractors)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.kept, self.library = list[Any](), torch.ones(1), torch
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        self.made.append(super().create_proxy(*args, **kwargs))
+        return self.made[-1]
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(4, 4), nn.Parameter(torch.ones(4) * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.gate
+
+
+@on_ranks(2)
+def test_a_trace_of_torch_fx(rank: int) -> None:
+    """Hooks of units looked for tensors in all that a proxy leads to: a RecursionError in torchvision's extractors."""
+    x = torch.ones(2, 4) * (rank + 1)
+    model = make(lambda: nn.Sequential(Gated(), Gated()))
+    handle = zeroshard.shard(model, "zero3", units=Gated)
+    tracer = Into()
+    graph = tracer.trace(model)
+    assert not trees.tensors_in(tracer.made)
+    traced = torch.fx.GraphModule(model, graph)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"not here, as no module .* inside `with handle.unsharded"):
+        traced(x)
+    with handle.unsharded():
+        assert torch.equal(traced(x), expected)
+    model(x).sum().backward()
+    of_calls = handle.gradient("0.gate")
+    model.zero_grad()
+    with handle.unsharded():
+        traced(x).sum().backward()
+    assert torch.equal(handle.gradient("0.gate"), of_calls)

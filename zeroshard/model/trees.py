@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
+from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
 Replaced = Callable[[Any, Any, Any], None]
@@ -173,8 +174,9 @@ def is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-_WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None))
-"""Not into modules: an output that refers to its module would lead to all parameters."""
+_WITHOUT_TENSORS = (str, bytes, int, float, type, nn.Module, type(None), ModuleType, Proxy)
+"""Not into modules: an output that refers to its module would lead to all parameters, and one of Python to all others.
+Nor into what stands for a tensor while `torch.fx` traces: it leads to the whole trace."""
 
 _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 _NEVER = _PLAIN | {FunctionType, MethodType}
@@ -188,7 +190,7 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 def _parts_of_other(tree: Any) -> list[Any]:
     """What is in a tree that is no plain list, tuple or dict."""
-    leaves = pytree.tree_leaves(tree)
+    leaves = _level_of(tree)
     if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
         return leaves
     names = [name for one in type(tree).__mro__ for name in getattr(one, "__slots__", ())]
@@ -202,5 +204,10 @@ def _parts_of_tree(tree: Any) -> list[Any]:
     """What is in a pytree of another kind, or in a distribution of torch."""
     if isinstance(tree, DISTRIBUTIONS):
         return tensors_in(tree)
-    leaves = pytree.tree_leaves(tree)
+    leaves = _level_of(tree)
     return leaves if len(leaves) != 1 or leaves[0] is not tree else []
+
+
+def _level_of(tree: Any) -> list[Any]:
+    """One level of a pytree: what is in it may lead back to it."""
+    return pytree.tree_leaves(tree, is_leaf=lambda one: one is not tree)

@@ -221,9 +221,10 @@ class Reducer:
         if is_reduced and self._position_of[unit] < self.now.cursor:
             raise InvalidState(
                 f"{unit.layout.slots[index].name} got a second gradient in one backward, after its unit has been "
-                "reduced: the unit runs in several reentrant checkpoints. Use checkpoint(..., use_reentrant=False) "
-                "(torch DDP asks for the same), or units= the class of the modules that are checkpointed. Or a hook "
-                "has run a backward of its own inside of this one: run it before or after"
+                "reduced: the unit runs in several reentrant checkpoints, or in parts of a reversible layer. Use "
+                "checkpoint(..., use_reentrant=False) (torch DDP asks for the same), or units= the class of the "
+                "modules that are checkpointed, or reversible. Or a hook has run a backward of its own inside of this "
+                "one: run it before or after"
             )
         if self.now.complete_but_seen:  # the user's hooks have run for the previous gradient by now
             self._advance()
