@@ -11,13 +11,14 @@ import warnings
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
 from tests.grids import EVERYTHING
-from tests.kit import travelling
+from tests.kit import make, travelling
 from tests.patience import HANG
 from zeroshard.reference import Reference
 from zeroshard.testing import run_ranks
@@ -166,3 +167,62 @@ def test_checkpoints_inside_units_and_inside_one_another() -> None:
     for ranks in (2, 3):
         first, *others = run_ranks(check, ranks, ranks, collective_timeout=HANG)
         assert all(all(map(torch.equal, *both)) for found in others for both in zip(found, first, strict=True))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = Half(), Half()
+
+    def forward(self, x: Tensor) -> Any:
+        return Both.apply(x, self)
+
+
+class Both(torch.autograd.Function):
+    """Computes the input of a reversible layer from its output, and runs both halves again, in two backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Reversible) -> Tensor:
+        a, b = x.chunk(2, -1)
+        c = a + layer.f(b)
+        ctx.layer, ctx.y = layer, torch.cat((c, b + layer.g(c)), -1)
+        return torch.cat((ctx.y,))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (c, d), (of_c, of_d) = ctx.y.chunk(2, -1), grad.chunk(2, -1)
+        with torch.enable_grad():
+            c = c.detach().requires_grad_()
+            (out := ctx.layer.g(c)).backward(of_d)
+        b, of_c = d - out.detach(), of_c + c.grad
+        with torch.enable_grad():
+            b = b.detach().requires_grad_()
+            ctx.layer.f(b).backward(of_c)
+        return torch.cat((of_c, of_d + b.grad), -1), None
+
+
+def test_a_unit_with_parts_of_two_halves_of_a_reversible_layer() -> None:
+    """The error named checkpoints only, and its remedy is the class of the layer."""
+
+    def train(rank: int, units: Any) -> bool:
+        same = []
+        model, plain = (make(lambda: nn.Sequential(nn.Linear(8, 8), Reversible())) for _ in range(2))
+        handle = zeroshard.shard(model, "zero3", units=units)
+        for one in (model, plain):
+            one(torch.ones(2, 8)).square().sum().backward()
+        for name, parameter in plain.named_parameters():
+            same.append(torch.equal(handle.gradient(name), parameter.grad))  # type: ignore[arg-type]
+        return all(same)
+
+    assert all(run_ranks(train, 2, Reversible))
+    with pytest.raises(RuntimeError, match=r"in parts of a reversible layer.* class of the modules that are"):
+        run_ranks(train, 2, [("1.f.linear", "1.g.norm"), ("1.f.norm", "1.g.linear")])
