@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -94,10 +95,19 @@ def pytest_collection_finish() -> None:
 
 
 _again = Again()
+_seen = {"modules": 0, "tests": 0}
+_MODULES, _TESTS = 50, 20
 
 
 def pytest_runtest_logfinish() -> None:
+    """Also freeze once more after imports and after some tests. A plan with activations collects all garbage for each
+    trace, and took a third of its time to search what tests had imported."""
     _again.look()
+    _seen["tests"] += 1
+    if len(sys.modules) > _seen["modules"] + _MODULES or _seen["tests"] == _TESTS:
+        _seen.update(modules=len(sys.modules), tests=0)
+        gc.collect()
+        gc.freeze()
 
 
 def _seed_this_device_alone() -> None:

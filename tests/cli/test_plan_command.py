@@ -484,7 +484,7 @@ def test_a_batch_and_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
         ("zero3", 2),
         ("zero3", 4),
     }
-    assert run([*arguments, *one_precision[:-1]]) == 1
+    assert run([*arguments[:-1], "zero3", *one_precision[:-1]]) == 1
     found = capsys.readouterr().out
     assert "  reduced  why it does not fit" in found and "  4  in each  " in found and "  4  once     " in found
     of_six = ("--plan", "zero3", *INPUTS, "--batch", "6", "--recompute", "--units", "Block")

@@ -182,9 +182,9 @@ def plain(ranks: int, way: str, left_out: int, waits: bool) -> list[Tensor]:
 
 
 def is_tried(ranks: int, case: int, plan: int, by: int) -> bool:
-    """ZERO2 and ZERO3, which wait inside of a backward, each by one transport; the others for some of the ways. On
-    three ranks ZERO2 has every other way."""
-    chosen = plan == 3 or (plan == 2 and (ranks == 2 or case // 4 % 2 == 0))
+    """ZERO3, which waits inside of a backward, by one transport; so does ZERO2, for half of the ways on two ranks and
+    for the others on three. DDP and ZERO1 have some of the ways."""
+    chosen = plan == 3 or (plan == 2 and case // 4 % 2 == 3 - ranks)
     return EVERYTHING or (by == (case // 2 + plan) % 3 and (chosen or plan == case // 4 % 3 < 2))
 
 

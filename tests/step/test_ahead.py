@@ -467,7 +467,7 @@ def differences_in(found: list[tuple[Run, Run]], plan: Any, event: str) -> list[
 PLANS = ("ddp", "zero1", "zero2", "zero3")
 
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Events that share a start of the ranks, and so a timing and the number of ranks."""
 
 
