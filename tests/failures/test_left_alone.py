@@ -4,7 +4,6 @@ Now all ranks soon report which rank is in which call, and which calls are colle
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +26,9 @@ import zeroshard
 from tests.checkpoint.common import Run
 from tests.failures.common import Ended, Ranks, finish_all, has_ended
 from tests.patience import AT_ONCE, wait_until
+from tests.ports import free_port
 from tests.together import on_ranks
 from zeroshard.checkpoint import files
-from zeroshard.comm import joining
 from zeroshard.errors import InvalidState
 from zeroshard.failures import positions
 from zeroshard.failures.blame import describe_knot
@@ -444,32 +442,31 @@ def test_only_a_save_in_the_background_may_outlive_the_program() -> None:
     assert [one.statuses for one in finish_all([saves, trains])] == [[0], [0]]
 
 
-def test_a_process_that_inherits_the_place_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for minutes, as a second rank 1. `init` leaves a mark for the processes that a rank starts."""
+def test_a_process_that_inherits_the_place_of_a_rank_is_told() -> None:
+    """It waited for minutes, as a second rank 1. `init` leaves a mark for the processes that a rank starts. With
+    another port, those of all ranks make a group of their own."""
+    first, second = free_port(), free_port()
 
-    def check(rank: int) -> int:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-        zeroshard.init()
+    def started(port: int) -> int:
+        """How a process ends that a rank has started, and that calls `init`."""
         if (child := os.fork()) == 0:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(dist, "is_initialized", lambda: False)  # as in a process that has begun anew
-                try:
-                    zeroshard.init(timeout=1)
-                except InvalidState as error:
-                    os._exit(7 if f"rank {rank} (process {os.getppid()}) has started this" in str(error) else 8)
-                finally:
-                    os._exit(9)
+            code = 9
+            try:
+                os.environ["MASTER_PORT"] = str(port)
+                zeroshard.init(timeout=60)
+                code = dist.get_world_size()
+            except InvalidState as error:
+                code = 7 if f"(process {os.getppid()}) has started this" in str(error) else 8
+            finally:
+                os._exit(code)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    assert run_ranks(check, 2) == [7, 7]
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    for pid, told, is_copy in (
-        (os.getppid(), [*place.values()], True),
-        (os.getppid(), ["1", *place.values()][:4], False),  # this process has been given a place of its own
-        (os.getpid(), [*place.values()], False),  # the rank itself, which joins a second time
-    ):
-        monkeypatch.setenv("ZEROSHARD_RANK_OF_PROCESS", json.dumps([pid, told]))
-        with pytest.raises(InvalidState) if is_copy else nullcontext():
-            joining._expect_no_copy()
+    def check(rank: int) -> list[int]:
+        dist.destroy_process_group()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(first)}
+        zeroshard.init()
+        dist.barrier()
+        dist.destroy_process_group()  # (a copy of this process has no group)
+        return [started(first), started(second)]
+
+    assert run_ranks(check, 2) == [[7, 2], [7, 2]]

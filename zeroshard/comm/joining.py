@@ -92,7 +92,8 @@ def _expect_no_copy() -> None:
             f"init: rank {told[0]} (process {pid}) has started this process, which has inherited RANK and WORLD_SIZE: "
             "it would wait for ever, as a second one of that rank. Call init in the ranks only, under "
             'if __name__ == "__main__": in a script that other processes import. For a process that trains by itself: '
-            'os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")'
+            'os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE"). Processes of all ranks that form a group of their '
+            "own need another MASTER_PORT"
         )
 
 
