@@ -112,7 +112,9 @@ def expect_culprit_named(ended: Ended, culprit: int, place: Place, way: Way, wor
     first = next(line for line in said.splitlines() if line)
     if place in ("save", "load"):  # all ranks raise together, with the failed rank's reason
         assert re.fullmatch(r"zeroshard: rank \d of \d failed first:", first), said
-        assert re.search(rf"CheckpointError: .*\(on rank {culprit}\): Injected: injected into {place}", said), said
+        assert re.search(
+            rf"CheckpointError: .*\(on rank {culprit}\): .*raised Injected: injected into {place}", said
+        ), said
     else:
         assert re.fullmatch(rf"zeroshard: rank {culprit} of \d failed first:", first), said
         assert said.count("Traceback") == 1, said
