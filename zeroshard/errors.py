@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copyreg
 from typing import Any
 
 
@@ -10,15 +10,9 @@ class Error(Exception):
     """Base class of all errors that zeroshard raises. Errors of torch, of the system and of your own code are passed
     through unchanged. They can be pickled, as process pools and Ray do with what their workers raise."""
 
-    def __reduce__(self) -> tuple[Callable[..., Error], tuple[type[Error], tuple[Any, ...], dict[str, Any]]]:
-        return _copied, (type(self), self.args, vars(self))  # not by `__init__`, which may have other arguments
-
-
-def _copied(kind: type[Error], args: tuple[Any, ...], attributes: dict[str, Any]) -> Error:
-    """The error of another process, with its notes."""
-    error = kind.__new__(kind, *args)
-    vars(error).update(attributes)
-    return error
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not by `__init__`, which may have other arguments. The attributes include the notes.
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class InvalidValue(Error, ValueError):

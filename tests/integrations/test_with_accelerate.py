@@ -283,6 +283,10 @@ def test_a_loss_without_parameters_is_prepared_and_saved(tmp_path: Path) -> None
         loss.weight.zero_()
         run.accelerator.load_state(str(tmp_path))
         assert loss.weight.tolist() == [1.0, 2.0]
+        own = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-of-{rank}"))  # each rank on its own disk
+        shutil.rmtree(own / "zeroshard") if rank == 1 else None
+        with pytest.raises(RuntimeError, match=r"load_state \(on rank 1\): there is no folder .*-of-1.zeroshard\."):
+            run.accelerator.load_state(str(own))
         dist.barrier()
         (tmp_path / "zeroshard").rename(tmp_path / "other") if rank == 0 else None
         dist.barrier()

@@ -54,7 +54,7 @@ def axis_of(name: str) -> int | None:
 
 
 class _Enter(torch.autograd.Function):
-    """The input of layers that are divided: its gradient is the sum over their ranks."""
+    """What each rank of the group has, and uses in its own way: the gradient is the sum over these ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -202,7 +202,7 @@ class Mixture(nn.Module):
         of_all = _OfAll.apply(x, group)
         weights = _OfAll.apply(self.gate(x).softmax(-1), group)
         outputs = _Leave.apply(weights[:, [rank]] * self.experts[0](of_all), group)
-        return x + _Own.apply(outputs, group)[rank * num_tokens : (rank + 1) * num_tokens]
+        return x + _Enter.apply(outputs, group)[rank * num_tokens : (rank + 1) * num_tokens]
 
 
 class _OfAll(torch.autograd.Function):
@@ -218,19 +218,6 @@ class _OfAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _add_up(grad, ctx.group).split(ctx.num_tokens)[dist.get_rank(ctx.group)], None
-
-
-class _Own(torch.autograd.Function):
-    """Of what all ranks have, each uses its own part: the gradients of the parts are put together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _add_up(grad, ctx.group), None
 
 
 def with_experts(rank: int, plan: str, folder: Path) -> State:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from zeroshard.checkpoint import CheckpointError, load, save
 from zeroshard.comm.joining import init
+from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, handle_of
 from zeroshard.integrations.sharding import (
@@ -286,7 +288,9 @@ class Accelerator(accelerate.Accelerator):
         with self._without_models() as parts:
 
             def begins(models: object, folder: str) -> None:
-                _expect_parts(folder, len(parts))
+                expect = partial(_expect_parts, folder, len(parts))
+                for handle, _ in parts[:1]:  # a rank that raised alone would leave the others waiting in `load`
+                    together(handle.engine.collectives, "load_state", expect, errors=(CheckpointError,))
                 found.append(folder)
 
             hook = super().register_load_state_pre_hook(begins)
