@@ -91,7 +91,7 @@ def measure(rank: int, name: str, options: argparse.Namespace) -> tuple[float, f
         for step in range(STEPS):
             tokens = torch.randint(options.vocabulary, shape, generator=torch.Generator().manual_seed(step + 7 * rank))
             live.restart()
-            contender.step(tokens, 0.0)
+            contender.step((tokens[:, :-1], tokens[:, 1:]), 0.0)
         contender.settle()
         contender.optimizer.zero_grad()
         contender.losses.clear()

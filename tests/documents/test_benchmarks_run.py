@@ -24,6 +24,10 @@ RUNS = {
     "memory": (f"--contenders zero3 torch\\ FSDP2 {SMALL}", [r"zero3 +\d", r"torch FSDP2 +\d"]),
     "overlap": (f"--ranks 4 --rounds 2 --warmup 1 --networks fast {SMALL}", [f"\n{plan} +\\d" for plan in PLANS]),
     "plan_time": ("prune --help", ["Usage: zeroshard prune", "s of processor time, peak"]),
+    "step_time": (
+        "--model perceptron --contenders zero3 torch\\ FSDP2 --steps 2 --warmup 0",
+        ["losses agree", r"zero3 / torch FSDP2 +\d"],
+    ),
     "time_model": (f"--ranks 2 --rounds 2 --warmup 0 {SMALL}", [rf"\| 2 \| {plan} \|" for plan in PLANS]),
     "precision_curves": (
         "--steps 2 --every 1 --out curves",
@@ -34,7 +38,7 @@ ELSEWHERE = {
     "control_plane": "tests/comm/test_control_plane.py",
     "hosts": "tests/hosts/test_hosts_benchmark.py",
     "peers": "step_time.py",
-    "step_time": "tests/gpu/costs.py",
+    "workloads": "step_time.py",
 }
 """Who runs the others."""
 
