@@ -154,7 +154,7 @@ def test_a_single_rank_names_it_as_well() -> None:
     run_ranks(of_a_single_rank, 1)
 
 
-# Ranks that read each other's memory look at their terms only if a sum is not finite ----------------------------------
+# Ranks look at each term only if a bucket (or a sum in shared memory) is not finite -----------------------------------
 
 ELEMENTS = ((0, 0), (0, -1), (1, -1), (2, 0), (2, -1))  # (layer, element of its weight): in the shards of all ranks
 
@@ -193,16 +193,16 @@ def looks(rank: int, plan: str) -> tuple[list[str], list[list[bool]]]:
 
 
 @pytest.mark.by_gloo
-@pytest.mark.parametrize("plan", ["zero2", "zero3"])
-def test_ranks_look_at_a_unit_only_if_its_sum_is_not_finite(plan: str) -> None:
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3"])
+def test_a_rank_looks_at_a_unit_only_if_its_terms_are_not_finite(plan: str) -> None:
     by_rank = run_ranks(looks, 3, plan)
-    for messages, looked in by_rank:
+    for rank, (messages, looked) in enumerate(by_rank):
         for number, (layer, _) in enumerate(ELEMENTS):
             assert messages[number].count("on rank") == 1
             assert f"{layer}.weight (micro-batch 0) on rank {number % 3}" in messages[number]
-            # Backward comes to the last layer first. A sum of one unit is not finite: nobody looks at the others.
-            assert looked[number] == [2 - layer == place for place in range(3)]
-        assert all(f"1.weight (micro-batch 0) on rank {rank}" in messages[-1] for rank in (0, 2))
+            # Backward comes to the last layer first.
+            assert looked[number] == [2 - layer == place and number % 3 == rank for place in range(3)]
+        assert all(f"1.weight (micro-batch 0) on rank {spoilt}" in messages[-1] for spoilt in (0, 2))
         assert "rank 1" not in messages[-1]
         assert looked[-1] == [False] * 3
     assert len(by_rank) == 3

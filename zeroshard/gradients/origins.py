@@ -3,8 +3,8 @@
 A sum over ranks does not show which rank's term was not finite. So each rank looks at its own terms while it has them:
 it takes the norm of each gradient. Where the ranks that sum read their peers' memory, they say whether the sum is
 finite, and a rank looks only if one is not (`Reduction.look`). Elsewhere it looks before each reduction, and after a
-backward that reduces nothing. The norms stay on the device, and are read only if a step finds a gradient that is not
-finite.
+backward that reduces nothing: on a CPU at the norm of the bucket first, which is one number. Norms on a GPU stay there,
+and are read only if a step finds a gradient that is not finite.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Look:
         self._grads, self._slots = grads, slots
 
     def take(self) -> None:
-        """Take the norm of each gradient, if the bucket is still here. Later calls have no effect."""
+        """Take the norm of each gradient that may not be finite, if the bucket is still here. Later calls have no
+        effect."""
         buffer = self._grads.buffer
-        if self._slots and buffer.is_here:
+        if self._slots and buffer.is_here and not _is_surely_finite(buffer.full):
             views, wide = buffer.views(), torch.promote_types(buffer.dtype, torch.float32)
             # The 2-norm, as it takes a tenth of the time of the largest value on a CPU.
             self.norms = list(torch._foreach_norm([views[index] for index in self._slots], 2, dtype=wide))
@@ -103,3 +104,11 @@ class Origins:
                 others = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
                 return micro_batch, ", ".join(f"{name} (micro-batch {micro_batch})" for name in bad[:_NAMED]) + others
         return None
+
+
+def _is_surely_finite(full: Tensor | None) -> bool:
+    """Whether a bucket has only finite values, where the host need not wait to know."""
+    if full is None or full.device.type != "cpu":
+        return False
+    wide = torch.promote_types(full.dtype, torch.float32)
+    return bool(torch.linalg.vector_norm(full, dtype=wide).isfinite())

@@ -26,10 +26,12 @@ factors or not: it is *doubtful*, and refused.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -117,32 +119,34 @@ class VisibleGradients:
         """Put gradients into `p.grad`, after a backward."""
         self.changed()
         with as_tensors():
-            found = [
-                (unit, *one)
-                for unit, grads in self._grads.items()
-                if grads.state is not GradState.EMPTY
-                for one in self._to_show(unit, grads)
-            ]
+            unsure = [one for unit, grads in self._grads.items() for one in self._show(unit, grads)]
             # One read for all of them: on a GPU the host waits for it.
-            doubtful = [self._grads[unit].is_nothing(view) for unit, _, _, view in found if view is not None]
-            is_nothing = iter(torch.stack(doubtful).tolist() if doubtful else ())
-            for unit, index, gradient, view in found:
-                if view is None or not next(is_nothing):
-                    unit.parameters[index].grad = self._shown[unit][index] = gradient
+            means = [self._grads[unit].is_nothing(mean) for unit, _, _, mean in unsure]
+            is_nothing = torch.stack(means).tolist() if means else []
+            for unit, index, gradient, _ in compress(unsure, map(operator.not_, is_nothing)):
+                unit.parameters[index].grad = self._shown[unit][index] = gradient
 
-    def _to_show(self, unit: Unit, grads: Gradients) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Slots, what is put into `p.grad`, and a mean that tells whether any rank had a gradient; None: one had.
-        In full these are the same slots on all ranks: else the ranks would add up a norm of all gradients in different
-        orders, and clip by factors that differ in the last bits."""
+    def _show(self, unit: Unit, grads: Gradients) -> list[tuple[Unit, int, Tensor, Tensor]]:
+        """`show` one unit, but for slots whose mean tells whether any rank had a gradient: (unit, slot, what to put
+        into `p.grad`, mean). In full these are the same slots on all ranks: else the ranks would add up a norm of all
+        gradients in different orders, and clip by factors that differ in the last bits."""
+        if grads.state is GradState.EMPTY:
+            return []
         is_in_full = self.final and (grads.is_local or grads.buffer.placement is REPLICATED)
         views = grads.buffer.views() if is_in_full else []
-        for index in sorted(grads.present if grads.is_local or grads.is_of_all else grads.waiting):
+        sharded, shown, present = self._without_values.sharded[unit], self._shown[unit], grads.present
+        unsure = []
+        for index in sorted(present if grads.is_local or grads.is_of_all else grads.waiting):
             parameter = unit.parameters[index]
             if parameter.grad is not None:
                 continue
             view = views[index] if views and _takes(parameter, grads) else None
-            gradient = self._without_values.sharded[unit][index] if view is None or self.had_graphs else view
-            yield index, gradient, None if index in grads.present else view
+            gradient = sharded[index] if view is None or self.had_graphs else view
+            if view is None or index in present:
+                parameter.grad = shown[index] = gradient
+            else:
+                unsure.append((unit, index, gradient, view))
+        return unsure
 
     def withdraw(self) -> None:
         """Before a backward: set `p.grad` to None, except for gradients set by hand, to which backward adds.
@@ -176,7 +180,7 @@ class VisibleGradients:
         """Discard gradients that the user has removed from `p.grad`. Returns gradients set by hand: (index of the unit,
         slot) -> this rank's gradient."""
         by_hand = {}
-        for unit, found in self._discard_all_gone().items():
+        for unit, found in self._discard_gone().items():
             shown = self._shown[unit]
             for index, gradient in enumerate(found):
                 if gradient is None or index in shown:
@@ -249,14 +253,23 @@ class VisibleGradients:
                     unit.parameters[index].grad = in_place[index] if index in used else None
         self._let_go(unit, shown, slots)
 
-    def _discard_all_gone(self) -> dict[Unit, list[Tensor | None]]:
-        """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
-        were not shown (of parameters for which no rank had a gradient). Returns `p.grad` of all parameters."""
-        self._find_other_memory()
+    def _changed_by_user(self) -> dict[Unit, list[Tensor | None]]:
+        """`p.grad` of all parameters of the units in which one is not what `show` has put there."""
         found = {unit: unit.user_grads() for unit in self._grads}
-        gone = {
-            unit: {index for index, gradient in shown.items() if found[unit][index] is not gradient}
+        return {
+            unit: found[unit]
             for unit, shown in self._shown.items()
+            if not all(map(operator.is_, found[unit], map(shown.get, count())))
+        }
+
+    def _discard_gone(self) -> dict[Unit, list[Tensor | None]]:
+        """Discard gradients that the user has removed from `p.grad`. If none is left there, also discard gradients that
+        were not shown (of parameters for which no rank had a gradient). Returns `_changed_by_user`, afterwards."""
+        self._find_other_memory()
+        found = self._changed_by_user()
+        gone = {
+            unit: {index for index, gradient in self._shown[unit].items() if grads[index] is not gradient}
+            for unit, grads in found.items()
         }
         if not any(gone.values()):
             return found
@@ -268,7 +281,7 @@ class VisibleGradients:
             self._ledger.discard_losses()
             for grads in self._grads.values():
                 grads.consume()
-        return {unit: unit.user_grads() for unit in self._grads}
+        return self._changed_by_user()
 
     def _find_other_memory(self) -> None:
         """Make what the user has given to a view of the bucket by `p.grad.data = values` the parameter's gradient."""

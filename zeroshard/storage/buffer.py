@@ -81,8 +81,7 @@ class Cut:
 
     def addresses(self) -> list[int]:
         """Where the slots lie now: elsewhere each time the storage of a pool buffer is emptied and refilled."""
-        first = self.full.data_ptr()
-        return [first + offset for offset in self.offsets]
+        return [*map(self.full.data_ptr().__add__, self.offsets)]
 
 
 class FlatBuffer:

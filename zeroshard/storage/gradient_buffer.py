@@ -175,7 +175,7 @@ class GradientBuffer(FlatBuffer):
         if self._cut is None:
             return []
         # By addresses, as this is asked of every view in every step.
-        found, expected = [view.data_ptr() for view in self._cut.slots], self._cut.addresses()
+        found, expected = list(map(Tensor.data_ptr, self._cut.slots)), self._cut.addresses()
         if found == expected:
             return []
         places = zip(found, expected, self.layout.slots, strict=True)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Collectives
+from zeroshard.comm.packets import on_device
 from zeroshard.comm.transport import Reduction
 from zeroshard.errors import InvalidState
 from zeroshard.layout.interval import Interval
@@ -92,6 +93,7 @@ class Gradients:
         self.ready: set[int] = set()
         self.present: set[int] = set()
         self.waiting: set[int] = set()
+        self._first: tuple[set[int], Tensor, Tensor] | None = None  # of these slots: first elements, as many zeros
         self.sum_only(set(range(len(buffer.layout.slots))))
 
     @property
@@ -207,10 +209,14 @@ class Gradients:
         Ranks do not tell each other which slots have a gradient, before a step. A rank without one adds -0.0, which
         changes no sum, and a sum of nothing else is -0.0. Here the first element of each gradient of this rank becomes
         0.0 if it is -0.0. So all ranks see in the sum whether any of them had a gradient, even one of zeros."""
-        assert self.buffer.full is not None, "a mean that all ranks hold in full begins as a sum in full"
-        places = [self.buffer.layout.slots[index].world for index in self.present]
-        if first := [self.buffer.full[place.start : place.start + 1] for place in places if place.numel]:
-            torch._foreach_add_(first, 0.0)
+        full = self.buffer.full
+        assert full is not None, "a mean that all ranks hold in full begins as a sum in full"
+        if self._first is None or self._first[0] != self.present:
+            places = [self.buffer.layout.slots[index].world for index in sorted(self.present)]
+            first = on_device([place.start for place in places if place.numel], full.device)
+            self._first = set(self.present), first, full.new_zeros(len(first))
+        _, first, zeros = self._first
+        full.index_add_(0, first, zeros)
 
     def is_nothing(self, gradient: Tensor) -> Tensor:
         """Whether no rank had a gradient of a slot, by its mean over ranks. 0-d. (A mean may round to -0.0.)"""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from zeroshard.storage.main_weights import MainWeights
 from zeroshard.storage.pool import plain_bytes
 from zeroshard.storage.slot_buffer import SlotBuffer
 from zeroshard.storage.weights import Weights
+
+_GRAD = attrgetter("grad")
 
 
 class Unit:
@@ -196,7 +199,7 @@ class Unit:
     def user_grads(self) -> list[Tensor | None]:
         """`p.grad` of each parameter."""
         with as_tensors():
-            return [parameter.grad for parameter in self.parameters]
+            return list(map(_GRAD, self.parameters))
 
     def have_gradients(self) -> list[bool]:
         """For each slot, whether it got a gradient on this rank since the last step."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from itertools import compress
-from operator import add, sub
+from operator import add, attrgetter, sub
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from torch.autograd.graph import increment_version
 from zeroshard.model.absent import as_tensors
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.view_copies import ViewCopies
+
+_VERSION = attrgetter("_version")
 
 
 class Versions:
@@ -57,7 +59,7 @@ class Versions:
         """The values are gone: let autograd raise if it reads them ([Note: versions of weights that are gone])."""
         if self._here is None:
             with as_tensors():
-                self._here = tuple([parameter._version for parameter in self._parameters])
+                self._here = tuple(map(_VERSION, self._parameters))
             others = tuple([version + 1 for version in self._here])
             torch._C._autograd._unsafe_set_version_counter(self._parameters, others)
 
@@ -81,8 +83,7 @@ class Versions:
             return self._count_writes()
 
     def _count_writes(self) -> list[int]:
-        versions = self._here or [parameter._version for parameter in self._parameters]
-        return [*map(sub, versions, self._renewals)]
+        return [*map(sub, self._here or map(_VERSION, self._parameters), self._renewals)]
 
     def has_new_writes(self) -> bool:
         """Whether a parameter has been written to since this was asked last. For units whose weights are here: this is

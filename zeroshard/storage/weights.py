@@ -209,9 +209,10 @@ class Weights:
         Raises:
             RuntimeError: a parameter has been written to.
         """
-        writes = self.versions.writes()
-        slots = zip(self.buffer.layout.slots, self._writes, writes, strict=True)
-        names = [slot.name for slot, before, after in slots if before != after]
+        writes, names = self.versions.writes(), []
+        if writes != self._writes:
+            slots = zip(self.buffer.layout.slots, self._writes, writes, strict=True)
+            names = [slot.name for slot, before, after in slots if before != after]
         if not names and self._differs_from_shard(after_forward=after_forward):
             names = ["a parameter"]
         if names:
@@ -279,7 +280,7 @@ class Weights:
         buffer = self.buffer
         are_here = buffer.rests_in_full and buffer.placement is REPLICATED and not buffer.is_arriving
         with as_tensors():
-            found = [parameter.data_ptr() for parameter in self._parameters]
+            found = list(map(Tensor.data_ptr, self._parameters))
         why = "its handle was abandoned (Lightning does so after an exception) while they were divided over the ranks"
         pointers = self._pointers or found  # none amid `hide`
         for index, parameter in enumerate(self._parameters):
@@ -374,7 +375,7 @@ class Weights:
         if not self._pointers or self.writers:
             return
         with as_tensors():  # outside of it, `data_ptr()` of an absent parameter raises
-            found = [parameter.data_ptr() for parameter in self._parameters]
+            found = list(map(Tensor.data_ptr, self._parameters))
             squares = self.buffer.layout.turnable if self.shown else ()  # placeholders are expanded
             turned = squares and [index for index in squares if not self._parameters[index].is_contiguous()]
         if found == self._pointers and not turned:
