@@ -69,13 +69,14 @@ class EngineOfParameters(Engine):
         """Shard the parameters that begin to train: they are not sharded yet, and require grad or have a gradient.
         Collective; errors as of `shard_parameters`."""
         wanted = {name: parameter for name, parameter in _wanted(parameters).items() if handle_of(parameter) is None}
-        found = self.collectives.exchange_objects(list(wanted), "a look at what requires grad")
-        for rank, theirs in enumerate(found):
-            if theirs != found[0]:
-                name = f"parameter number {min({*theirs} ^ {*found[0]}, key=int)}"
+        found = self.collectives.by_rank(list(wanted), "a look at what requires grad")
+        first = self.collectives.mesh.world.ranks[0]
+        for rank, theirs in found.items():
+            if theirs != found[first]:
+                name = f"parameter number {min({*theirs} ^ {*found[first]}, key=int)}"
                 raise InvalidValue(
-                    f"the ranks differ in which parameters require grad: {name} on rank 0 or on rank {rank}, not on "
-                    "both. Freeze and unfreeze on every rank alike"
+                    f"the ranks differ in which parameters require grad: {name} on rank {first} or on rank {rank}, not "
+                    "on both. Freeze and unfreeze on every rank alike"
                 )
         if wanted:
             self.take(wanted, handle)

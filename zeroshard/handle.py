@@ -317,7 +317,7 @@ class Handle(NotTheModel, NotCopied):
         backward and batch of the step begins and ends: `with handle.timeline() as timeline:`. Like torch's profiler it
         records the whole process, and one block at a time. Not collective; the results do not change."""
         engine = self.engine.check_open("timeline")
-        return Timeline(mesh := engine.collectives.mesh, f"rank {mesh.world.rank}: {in_one_line(engine)}")
+        return Timeline(mesh := engine.collectives.mesh, f"rank {mesh.world.here}: {in_one_line(engine)}")
 
     # Life cycle --------------------------------------------------------------------------------------------------
 

@@ -222,13 +222,13 @@ def test_a_model_that_is_not_on_the_current_device_is_refused(monkeypatch: pytes
 
 def test_ranks_that_use_one_device_or_several_types_are_told() -> None:
     good = [("cuda", "node1 GPU-a", ""), ("cuda", "node1 GPU-b", ""), ("cuda", "node2 0", "")]
-    assert backends._shared_or_mixed(good) == ""
-    assert backends._shared_or_mixed([("cpu", "", "")] * 3) == ""
-    shared = backends._shared_or_mixed([*good, good[1]])
+    assert backends._shared_or_mixed(dict(enumerate(good))) == ""
+    assert backends._shared_or_mixed(dict(enumerate([("cpu", "", "")] * 3))) == ""
+    shared = backends._shared_or_mixed({**dict(enumerate(good)), 3: good[1]})
     assert "ranks 1 and 3 use the same cuda device (node1 GPU-b): call torch.cuda.set_device(int(os.environ" in shared
-    mixed = backends._shared_or_mixed([good[0], ("cpu", "", "")])
-    assert "rank 0 on cuda, rank 1 on cpu. Move it to the same type of device" in mixed
-    assert backends._shared_or_mixed([good[0], ("cuda", "node1 GPU-b", "no")]) == "rank 1: no"
+    mixed = backends._shared_or_mixed({4: good[0], 2: ("cpu", "", "")})
+    assert "rank 4 on cuda, rank 2 on cpu. Move it to the same type of device" in mixed
+    assert backends._shared_or_mixed({0: good[0], 1: ("cuda", "node1 GPU-b", "no")}) == "rank 1: no"
 
 
 @pytest.mark.by_gloo

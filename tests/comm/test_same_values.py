@@ -167,7 +167,7 @@ def test_a_fingerprint_tells_values_shapes_and_dtypes_apart() -> None:
     ]
     assert len({fingerprint(value) for value in values}) == len(values)
     assert fingerprint(object()) == fingerprint(object())  # an object without values to compare
-    assert differing([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}]) == {"a": [2], "b": [1]}
+    assert differing(dict(enumerate([{"a": "1", "b": "2"}, {"a": "1"}, {"a": "3", "b": "2"}]))) == {"a": [2], "b": [1]}
     assert re.fullmatch(r"torch\.float32 \[4\] \d+", fingerprint(torch.zeros(4)))
 
 

@@ -222,10 +222,10 @@ def test_what_has_arrived_on_one_rank_only_is_no_difference() -> None:
     late = other.next_number(), one.next_number()
     one.take(late[1], "b", values)
     assert float(one.digest()) != float(other.digest())
-    assert first_difference([one.listing(), other.listing()]) is None
+    assert first_difference({0: one.listing(), 1: other.listing()}) is None
     one.forget(), other.forget()
     other.take(late[0], "b", values)
-    assert first_difference([one.listing(), other.listing()]) is None
+    assert first_difference({0: one.listing(), 1: other.listing()}) is None
     one.forget(), other.forget()
     assert float(one.digest()) == float(other.digest()) == 0.0
 
@@ -243,7 +243,7 @@ def test_every_element_is_looked_at_in_time(dtype: torch.dtype) -> None:
                 one.take(one.next_number(), "u", values)
                 other.take(other.next_number(), "u", wrong)
                 if float(one.digest()) != float(other.digest()):
-                    assert first_difference([one.listing(), other.listing()]) == (1, "u")
+                    assert first_difference({0: one.listing(), 1: other.listing()}) == (1, "u")
                     break
                 if number % 100 == 99:
                     one.forget(), other.forget()
@@ -256,4 +256,4 @@ def test_more_gathers_than_there_is_room_for() -> None:
     for number in range(1000):
         one.take(one.next_number(), f"u{number}", torch.zeros(5))
         other.take(other.next_number(), f"u{number}", torch.full((5,), float(number > 900)))
-    assert first_difference([one.listing(), other.listing()]) == (1, "u901")
+    assert first_difference({0: one.listing(), 1: other.listing()}) == (1, "u901")

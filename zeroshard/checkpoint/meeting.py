@@ -96,7 +96,7 @@ class Meeting:
         waits here for the reports of the others, so that rank 0 need not read them all."""
         if error:
             self.stop()
-        self._reports = [[self.rank, part, error and f"rank {self.rank}: {error}"]]
+        self._reports = [[self.rank, part, error and f"rank {self._ranks[self.rank]}: {error}"]]
         if self.rank % _FOLLOWERS == 0:
             self._take_reports(self._followers(self.rank))
             self._pass_on_one()
@@ -246,7 +246,7 @@ class Meeting:
         return now - counts[rank][1] > self._timeout
 
     def _silence_of(self, rank: int) -> str:
-        return f"no heartbeat from rank {rank} for {self._timeout:.0f} s: it died or hangs"
+        return f"no heartbeat from rank {self._ranks[rank]} for {self._timeout:.0f} s: it died or hangs"
 
     def _put(self, key: str, value: Any) -> None:
         """Set a value: compressed, as the names of tensors repeat, and split into parts if it is long."""

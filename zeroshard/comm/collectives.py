@@ -78,7 +78,7 @@ class Collectives:
         self.log = log
         self.device = mesh.device
         self._name = HERE.name_of_mesh(mesh.world.ranks)
-        self.messages = Messages(mesh.world.rank, self._name)
+        self.messages = Messages(mesh.world.here, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)
         self.is_recorded = False
@@ -301,6 +301,11 @@ class Collectives:
             rest[: max(0, len(text) - ROOM_BYTES)] = data[ROOM_BYTES:]
             rows = torch.cat([rows, to_host(self._from_all(to_device(rest, self.device), at))], 1)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    def by_rank(self, value: Any, what: str = SOME_EXCHANGE) -> dict[int, Any]:
+        """`exchange_objects`, by global rank. Messages name those: a group may have other ranks than 0, 1, 2, or have
+        them in another order."""
+        return dict(zip(self.mesh.world.ranks, self.exchange_objects(value, what), strict=True))
 
     def _begin_exchange(self, what: str) -> Wait:
         self._expect_followed(what)

@@ -178,7 +178,7 @@ class Messages:
     """The messages of one rank of a mesh.
 
     Attributes:
-        rank: of this process in the world.
+        rank: the global rank of this process.
         name: of the mesh, the same on all its ranks.
         failed: whether a wait has failed. Then the ranks no longer expect the same messages.
         is_forked_copy: whether this process was forked from the rank. It has none of gloo's threads: a message would

@@ -34,16 +34,17 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
         instead: what the user can do if they differ; the end of the message.
 
     Raises:
-        ValueError: on every rank: the names whose values differ, and the ranks that differ from rank 0.
+        ValueError: on every rank: the names whose values differ, and the ranks that differ from the first one.
     """
     mine = {name: fingerprint(value) for name, value in values.items()}
     if collectives.are_alike(mine, what):
         return
-    by_rank = collectives.exchange_objects(mine, what)
+    by_rank = collectives.by_rank(mine, what)
     found = differing(by_rank)
     names = ", ".join(f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in list(found.items())[:SHOWN])
     raise InvalidValue(
-        f"{what}: other values than on rank 0 in {names}{' and others' * (len(found) > SHOWN)}. {instead}"
+        f"{what}: other values than on rank {collectives.mesh.world.ranks[0]} in {names}"
+        f"{' and others' * (len(found) > SHOWN)}. {instead}"
     )
 
 
@@ -76,12 +77,15 @@ def expect_same_model(collectives: Collectives, lines: Sequence[str], what: str 
     """
     if collectives.are_alike(lines, what):
         return
-    by_rank = collectives.exchange_objects(lines, what)
-    for rank, theirs in enumerate(by_rank):
-        if theirs != by_rank[0]:
-            pairs = zip([*by_rank[0], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
+    by_rank = collectives.by_rank(lines, what)
+    first = collectives.mesh.world.ranks[0]
+    for rank, theirs in by_rank.items():
+        if theirs != by_rank[first]:
+            pairs = zip([*by_rank[first], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)
             mine, other = next((a, b) for a, b in pairs if a != b)
-            raise InvalidValue(f"the ranks have different models: rank 0 has {mine!r} where rank {rank} has {other!r}")
+            raise InvalidValue(
+                f"the ranks have different models: rank {first} has {mine!r} where rank {rank} has {other!r}"
+            )
 
 
 def of_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
@@ -89,13 +93,11 @@ def of_buffers(buffers: Mapping[str, Tensor]) -> list[str]:
     return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
 
 
-def differing(by_rank: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Name -> the ranks whose value differs from rank 0's, or is missing on one of the two."""
-    names = dict.fromkeys(name for of_rank in by_rank for name in of_rank)
-    ranks = {
-        name: [rank for rank, theirs in enumerate(by_rank) if theirs.get(name) != by_rank[0].get(name)]
-        for name in names
-    }
+def differing(by_rank: Mapping[int, dict[str, str]]) -> dict[str, list[int]]:
+    """Name -> the global ranks whose value differs from the first rank's, or is missing on one of the two."""
+    first, *_ = by_rank.values()
+    names = dict.fromkeys(name for of_rank in by_rank.values() for name in of_rank)
+    ranks = {name: [rank for rank, theirs in by_rank.items() if theirs.get(name) != first.get(name)] for name in names}
     return {name: others for name, others in ranks.items() if others}
 
 

@@ -7,7 +7,7 @@ digest of the bits (so a NaN equals itself). The ranks exchange the samples them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from zlib import crc32
 
 import torch
@@ -101,13 +101,13 @@ class Samples:
         self.written.clear()
 
 
-def first_difference(listings: Sequence[Listing]) -> tuple[int, str] | None:
-    """(rank, unit) of the first sample that differs from rank 0's. Gathers that have not completed on both ranks are
-    skipped."""
-    first = {number: (unit, bits) for number, unit, bits in listings[0]}
+def first_difference(listings: Mapping[int, Listing]) -> tuple[int, str] | None:
+    """(rank, unit) of the first sample that differs from that of the first rank. Gathers that have not completed on
+    both ranks are skipped. `listings`: by global rank."""
+    first = {number: (unit, bits) for number, unit, bits in next(iter(listings.values()))}
     differences = [
         (number, rank, unit)
-        for rank, listing in enumerate(listings)
+        for rank, listing in listings.items()
         for number, unit, bits in listing
         if number in first and first[number][1] != bits
     ]

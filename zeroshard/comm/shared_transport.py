@@ -52,10 +52,10 @@ class SharedTransport(PairwiseTransport):
         known = connected(world.group)
         if known is not None:  # another mesh of the same group has made the trial already
             messages.pipes = known
-            return cls(messages, log, SharedMemory(known.processes[world.ranks[world.rank]]), known.processes)
+            return cls(messages, log, SharedMemory(known.processes[world.here]), known.processes)
         memory = SharedMemory()
         probe = Probe(memory, world.rank, world.size)
-        pipes = make_pipes(world.group, rank := world.ranks[world.rank], world.ranks)
+        pipes = make_pipes(world.group, rank := world.here, world.ranks)
         cards = exchange([probe.card(), pipes.card(world.ranks) if pipes is not None else None])
         of_memory, of_pipes = zip(*cards, strict=True)
         processes = {

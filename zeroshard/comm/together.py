@@ -88,7 +88,8 @@ def tell_together(
     failed = [(rank, of_rank) for rank, (of_rank, _) in enumerate(results) if of_rank]
     if failed:
         rank, (kind, text) = failed[0]
-        where = "" if len(failed) == len(results) and all(of[1] == text for _, of in failed) else f" (on rank {rank})"
+        is_of_all = len(failed) == len(results) and all(of[1] == text for _, of in failed)
+        where = "" if is_of_all else f" (on rank {collectives.mesh.world.ranks[rank]})"
         try:
             raise {one.__name__: one for one in errors}.get(kind, errors[0])(f"{what}{where}: {text}") from failure
         finally:

@@ -144,13 +144,13 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.dtype) else f"a {type(value).__name__}"
 
 
-def difference(by_rank: Sequence[Words]) -> str:
+def difference(by_rank: Mapping[int, Words]) -> str:
     """The first setting that differs, with its value on each rank and advice, in words; "" if none differs.
 
     Args:
-        by_rank: `SettingsReport.words` of each rank.
+        by_rank: `SettingsReport.words` of each global rank.
     """
-    telling = {rank: words for rank, words in enumerate(by_rank) if words}
+    telling = {rank: words for rank, words in by_rank.items() if words}
     keys = dict.fromkeys(key for words in telling.values() for key in words)
     for key in sorted(keys, key=lambda key: not key.startswith(_LATE)):
         ranks: dict[str, list[int]] = {}

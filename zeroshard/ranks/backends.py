@@ -10,7 +10,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -179,15 +179,17 @@ def kernels(device: torch.device) -> str:
     return f"torch {torch.__version__}, {name}"
 
 
-def _shared_or_mixed(found: Sequence[tuple[str, ...]]) -> str:
-    """What is wrong with the ranks' devices, in words; "" if nothing is. `found`: (type, hardware, problem) by rank."""
+def _shared_or_mixed(found: Mapping[int, tuple[str, ...]]) -> str:
+    """What is wrong with the ranks' devices, in words; "" if nothing is. `found`: (type, hardware, problem) by global
+    rank."""
+    one, of_one = next(iter(found.items()))
     first: dict[str, int] = {}
-    for rank, (device_type, hardware, problem) in enumerate(found):
+    for rank, (device_type, hardware, problem) in found.items():
         if problem:
             return f"rank {rank}: {problem}"
-        if device_type != found[0][0]:
+        if device_type != of_one[0]:
             return (
-                f"the ranks have the model on different devices: rank 0 on {found[0][0]}, rank {rank} on "
+                f"the ranks have the model on different devices: rank {one} on {of_one[0]}, rank {rank} on "
                 f"{device_type}. Move it to the same type of device on every rank before shard()"
             )
         if hardware and hardware in first:
@@ -211,5 +213,6 @@ def _judged_by_first(group: dist.ProcessGroup, own: Sequence[str]) -> str:
     store.set(f"{number}-{rank}", json.dumps(own))
     if rank == 0:
         found = store.multi_get([f"{number}-{other}" for other in range(dist.get_world_size(group))])
-        store.set(f"{number}-problem", json.dumps(_shared_or_mixed([tuple(json.loads(data)) for data in found])))
+        of_ranks = zip(dist.get_process_group_ranks(group), map(tuple, map(json.loads, found)), strict=True)
+        store.set(f"{number}-problem", json.dumps(_shared_or_mixed(dict(of_ranks))))
     return str(json.loads(store.get(f"{number}-problem")))

@@ -50,6 +50,11 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def here(self) -> int:
+        """The global rank of this process."""
+        return self.ranks[self.rank]
+
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The other ranks, as ranks of this axis."""
@@ -185,7 +190,7 @@ class Mesh:
 
     def place(self) -> tuple[int, Place]:
         """The global rank of this process, and its `Place`."""
-        return self.shard.ranks[self.shard.rank], (list(self.shard.ranks), list(self.replicate.ranks))
+        return self.shard.here, (list(self.shard.ranks), list(self.replicate.ranks))
 
 
 Place = tuple[list[int], list[int]]

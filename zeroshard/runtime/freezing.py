@@ -49,17 +49,17 @@ class Freezing:
         self._collectives.meet_at(POINT)
         trained = self._trained()
         waiting = {unit: unit.grads.waiting - slots for unit, slots in trained.items() if unit.trainable}
-        found = self._collectives.exchange_objects([_listed(trained), _listed(waiting)], POINT)
+        found = self._collectives.by_rank([_listed(trained), _listed(waiting)], POINT)
         for number, unit in enumerate(self._units):
-            theirs = [set(of_rank[number]) for of_rank, _ in found]
-            for index in sorted(set().union(*theirs) - set.intersection(*theirs)):
-                ranks = ", ".join(str(rank) for rank, slots in enumerate(theirs) if index in slots)
+            theirs = {rank: set(of_rank[number]) for rank, (of_rank, _) in found.items()}
+            for index in sorted(set().union(*theirs.values()) - set.intersection(*theirs.values())):
+                ranks = ", ".join(str(rank) for rank, slots in theirs.items() if index in slots)
                 raise InvalidValue(
                     f"parameter {unit.layout.slots[index].name} requires grad on rank {ranks} alone: let the same "
                     "parameters require grad on every rank"
                 )
         for number, unit in enumerate(waiting):
-            trained[unit] = trained[unit].union(*(of_rank[number] for _, of_rank in found))
+            trained[unit] = trained[unit].union(*(of_rank[number] for _, of_rank in found.values()))
         return trained
 
     def unfreeze(self, units: Sequence[Unit]) -> None:

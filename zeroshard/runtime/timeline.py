@@ -25,7 +25,7 @@ class Timeline:
 
     def __init__(self, mesh: Mesh, title: str) -> None:
         self.title = title
-        self._rank = mesh.world.rank
+        self._rank = mesh.world.here
         self._recording = Recording(_device_of(mesh))
         self._events: tuple[TimelineEvent, ...] | None = None
         self._seconds = 0.0

@@ -310,8 +310,8 @@ class Agreement:
         for status, message in _NOT_READY.items() if not control.is_idle else ():
             if status in control.status:
                 mine = of_this_rank, self._engine.reducer.visible.doubtful
-                found = self._engine.collectives.exchange_objects(mine, CONTROL)
-                ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank == status]
+                found = self._engine.collectives.by_rank(mine, CONTROL)
+                ranks = [rank for rank, (of_rank, _) in found.items() if of_rank == status]
                 message = message.replace("{name}", str(found[ranks[0]][1]))
                 raise InvalidState(f"step on rank {', '.join(map(str, ranks))}: {message}")
         if control.weight == 0:
@@ -414,8 +414,8 @@ class Agreement:
         reducer.origins.take(reducer.version)
         # None is left if a clip has bounded it.
         of_units = set(names) or {slot.name for unit in self.units for slot in unit.layout.slots}
-        found = collectives.exchange_objects(reducer.origins.first(of_units))
-        origins = [(*origin, rank) for rank, origin in enumerate(found) if origin is not None]
+        found = collectives.by_rank(reducer.origins.first(of_units))
+        origins = [(*origin, rank) for rank, origin in found.items() if origin is not None]
         if origins:
             first = min(micro_batch for micro_batch, *_ in origins)
             return "; ".join(f"{what} on rank {rank}" for micro_batch, what, rank in origins if micro_batch == first)

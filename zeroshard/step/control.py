@@ -366,19 +366,20 @@ def _first_difference(collectives: Collectives) -> str:
     for event in collectives.log.entries:
         lists.setdefault(event.op, []).append(f"unit {event.unit}")
     recent = {op: [*enumerate(units)][-_RECENT:] for op, units in lists.items()}
-    found = collectives.exchange_objects(recent, CONTROL)
+    found = collectives.by_rank(recent, CONTROL)
+    first, *others = found
     where = (
         "they issued them in another order, longer ago than the logs tell, or came to several models of one backward "
         "in another order (add 0 * output.sum() of each of them to the loss)"
     )
-    of_ranks = [(op, rank) for rank in range(1, len(found)) for op in sorted({*found[0], *found[rank]})]
+    of_ranks = [(op, rank) for rank in others for op in sorted({*found[first], *found[rank]})]
     for op, rank in of_ranks:
-        mine, theirs = dict(found[0].get(op, ())), dict(found[rank].get(op, ()))
-        first = max(min(one, default=0) for one in (mine, theirs))  # from there on both tell
-        differing = [at for at in {**mine, **theirs} if at >= first and mine.get(at) != theirs.get(at)]
+        mine, theirs = dict(found[first].get(op, ())), dict(found[rank].get(op, ()))
+        since = max(min(one, default=0) for one in (mine, theirs))  # from there on both tell
+        differing = [at for at in {**mine, **theirs} if at >= since and mine.get(at) != theirs.get(at)]
         if differing:
             here, there = (one.get(min(differing), "nothing more") for one in (mine, theirs))
-            where = f"{op}: rank 0 was at {here} where rank {rank} was at {there}"
+            where = f"{op}: rank {first} was at {here} where rank {rank} was at {there}"
             break
     return (
         f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
@@ -392,7 +393,7 @@ def _expect_same_settings(collectives: Collectives, settings: SettingsReport) ->
     Raises:
         RuntimeError: with the first setting that differs.
     """
-    found = difference(collectives.exchange_objects(settings.words(), CONTROL))
+    found = difference(collectives.by_rank(settings.words(), CONTROL))
     settings.end()
     if found:
         raise InvalidState(f"the ranks step with different settings. {found}")

@@ -6,6 +6,8 @@ gradients. Under DDP they differ if one rank has changed `p.grad`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.samples import Listing, Samples
 from zeroshard.errors import InvalidState
@@ -42,10 +44,11 @@ class SameGradients(Samples):
         Raises:
             RuntimeError: on every rank, with the first parameter that differs.
         """
-        found = self._collectives.exchange_objects(self.listing(), what)
+        found = self._collectives.by_rank(self.listing(), what)
+        first, *others = found
         self.forget()
-        for rank, theirs in enumerate(found[1:], start=1):
-            if difference := _difference(found[0], theirs, rank, "parameter number " if self._external else ""):
+        for rank in others:
+            if difference := _difference(found, first, rank, "parameter number " if self._external else ""):
                 raise InvalidState(
                     f"the ranks step with different gradients: {difference}. Nothing has been updated. "
                     f"{_NOBODY_AVERAGES if self._external else _EDITED}"
@@ -64,13 +67,13 @@ _NOBODY_AVERAGES = (
 _EDITED = "What is done to p.grad between backward and step must be done on every rank alike"
 
 
-def _difference(mine: Listing, theirs: Listing, rank: int, what: str) -> str:
-    of_first, of_other = ({number: (name, words) for number, name, words in one} for one in (mine, theirs))
+def _difference(found: Mapping[int, Listing], first: int, rank: int, what: str) -> str:
+    of_first, of_other = ({number: (name, words) for number, name, words in found[one]} for one in (first, rank))
     for number in sorted(of_first.keys() | of_other.keys()):
         if number not in of_first or number not in of_other:
-            having, missing = (0, rank) if number in of_first else (rank, 0)
+            having, missing = (first, rank) if number in of_first else (rank, first)
             name, _ = of_first.get(number) or of_other[number]
             return f"{what}{name} has one on rank {having}, and none on rank {missing}"
         if of_first[number] != of_other[number]:
-            return f"that of {what}{of_first[number][0]} has other values on rank {rank} than on rank 0"
+            return f"that of {what}{of_first[number][0]} has other values on rank {rank} than on rank {first}"
     return ""

@@ -8,7 +8,7 @@ on one rank alone would be lost in the next gather, but for the own shard of tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from zeroshard.comm.same import differing, fingerprint
 from zeroshard.comm.samples import first_difference
@@ -44,30 +44,32 @@ class SameWeights:
         collectives = self._engine.collectives
         samples = collectives.samples
         mine = samples.listing(), sorted(samples.written), kernels(collectives.device)
-        listings, written, of_ranks = zip(*collectives.exchange_objects(mine, what), strict=True)
+        found = collectives.by_rank(mine, what)
+        listings, written, of_ranks = ({rank: of_rank[part] for rank, of_rank in found.items()} for part in range(3))
         samples.forget()
-        if (found := first_difference(listings)) is not None:
-            raise InvalidState(_diverged(*found, of_ranks))
-        if some := set[str]().union(*written) - set(written[0]).intersection(*written[1:]):
+        if (place := first_difference(listings)) is not None:
+            raise InvalidState(_diverged(*place, of_ranks))
+        if some := set[str]().union(*written.values()) - set.intersection(*map(set, written.values())):
             values = {
                 unit.name: fingerprint(unit.weights.full)
                 for unit in self._engine.units
                 if unit.name in some and unit.weights.is_resting_in_full
             }
-            for unit, ranks in differing(collectives.exchange_objects(values, what)).items():
+            for unit, ranks in differing(collectives.by_rank(values, what)).items():
                 raise InvalidState(_diverged(ranks[0], unit, of_ranks))
 
 
-def _diverged(rank: int, unit: str, of_ranks: Sequence[str]) -> str:
+def _diverged(rank: int, unit: str, of_ranks: Mapping[int, str]) -> str:
     """In words. `of_ranks`: the kernels with which each rank computes."""
+    first = next(iter(of_ranks))
     others = (
-        f"rank 0 computes with {of_ranks[0]}, and rank {rank} with {of_ranks[rank]}, which may round differently: "
-        "use a plan in which one rank updates each weight (zero1, in one dimension)"
-        if of_ranks[0] != of_ranks[rank]
+        f"rank {first} computes with {of_ranks[first]}, and rank {rank} with {of_ranks[rank]}, which may round "
+        "differently: use a plan in which one rank updates each weight (zero1, in one dimension)"
+        if of_ranks[first] != of_ranks[rank]
         else "data are damaged on their way between ranks"
     )
     return (
-        f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank 0, and they must "
+        f"the ranks have diverged: unit {unit} has other values on rank {rank} than on rank {first}, and they must "
         "be equal. Nothing has been updated by this step. Have weights been written on one rank alone (outside of "
         "`with handle.unsharded(write=True):`), or by a module in its first forward, from the batch of each rank "
         "(call the model once before shard())? Are they statistics, as in Keras (shard(..., ignored=))? Does the "
