@@ -289,12 +289,12 @@ def timeouts_on_two_axes(rank: int) -> list[list[float]]:
 
 
 @pytest.mark.by_gloo
-def test_the_groups_of_a_device_mesh_have_the_timeout_of_init() -> None:
-    """They had torch's own, and a rank that did not come was noticed after half an hour. A group that the program has
-    made keeps its timeout."""
+def test_groups_without_a_timeout_have_that_of_init() -> None:
+    """They had torch's own, and a rank that did not come was noticed after half an hour. A timeout that the program has
+    given to a group stays."""
     for found in run_ranks(timeouts_on_two_axes, 4, collective_timeout=77.0):
         own, of_mesh, of_group, of_default = [set(seconds) for seconds in (found[0] + found[1], *found[2:])]
-        assert own == {1800.0} and of_mesh == {77.0} and of_group == {9.0} and of_default == {1800.0}
+        assert own == {1800.0} and of_mesh == {77.0} and of_group == {9.0} and of_default == {77.0}
 
 
 def test_init_joins_the_backend_of_another_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def take_timeout(group: dist.ProcessGroup, default: dist.ProcessGroup) -> None:
-    """Give a group of a DeviceMesh the timeout of the default group, if it has torch's own (10 or 30 minutes): a mesh
-    takes none, and a rank that does not come would be noticed only then."""
+    """Give a group the timeout of the default group, if it has torch's own (10 or 30 minutes): a mesh takes none,
+    `new_group` does not take that of the default group, and a rank that does not come would be noticed only then."""
     for kind in backends_of(group):
         device = torch.device(kind)
         try:

@@ -130,7 +130,7 @@ class Mesh:
         """
         shard, replicate = _axes_of(mesh)
         device, world = device_for(shard.group, device), shard
-        for axis in (shard, replicate) if isinstance(mesh, DeviceMesh) else ():
+        for axis in (shard, replicate):
             take_timeout(axis.group, default_group())
         if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
             ranks = tuple(sorted(mesh.mesh.flatten().tolist()))  # the order of the default group
