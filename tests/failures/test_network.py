@@ -21,11 +21,12 @@ from tests.failures.common import wait_until_noted
 from tests.failures.hosts import cut_off, on_hosts
 from tests.kit import Block, Net, loss_of_tokens, make
 from tests.patience import AT_ONCE, wait_until
-from zeroshard.failures import processes
+from zeroshard.failures import positions, processes
 from zeroshard.failures.blame import Seen, blame
 from zeroshard.failures.found import stopped_of_this_job
 from zeroshard.failures.notices import Beat, Notices, _name
 from zeroshard.failures.peers import Peers
+from zeroshard.failures.positions import Position, Wait
 from zeroshard.failures.processes import Who, _stat, is_stopped
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
 
@@ -129,6 +130,30 @@ def test_a_rank_is_silent_only_if_it_has_been_asked(monkeypatch: pytest.MonkeyPa
     peers.ask(store)
     [line] = look_for(2.0)
     assert peers.is_clear and line.startswith("no heartbeat from b (rank 1) for 3 s: the network between"), line
+
+
+def test_only_ranks_that_may_hold_this_one_up_are_blamed() -> None:
+    """Where a rank of one group hung, the ranks of other groups were named as well; where those had ended their work,
+    they alone."""
+    store, peers = HashStore(), Peers(0, 5, Notices(0, 5))
+    waits = Position(Wait("all_gather b", 3, (2, 3), "all_gather of unit b"), {})
+    beats: dict[int, dict[str, Any]] = {
+        1: {"position": None},
+        2: {"position": waits},
+        3: {"position": None},
+        4: {"position": None, "left": {}},
+    }
+    for rank, beat in beats.items():
+        Notices(rank, 5).come(store, who(ELSEWHERE, "b"))
+        Notices(rank, 5).beat(store, Beat(1, f"at train.py:{rank} in main", **beat))
+    peers.look(store)
+    with positions.HERE.waiting(Wait("all_gather a", 5, (0, 2), "all_gather of unit a")):
+        assert not peers.is_clear
+        named = [f"rank {rank} (process 999999999 on b) is at train.py:{rank} in main" for rank in (2, 3)]
+        assert peers.blame(closed=False, timeout=120.0) == named
+    assert peers.is_clear
+    [line] = peers.blame(closed=False, timeout=120.0)
+    assert "rank 4 (process 999999999 on b) has reached the end of its program" in line
 
 
 def test_a_neighbour_is_told_by_its_number_and_its_start() -> None:

@@ -80,6 +80,7 @@ def blame(
     others: Mapping[int, Seen],
     absent: Mapping[int, Who | None] | None = None,
     *,
+    awaited: Collection[int] | None = None,
     stopped: Collection[int] = (),
     closed: bool = False,
     timeout: float = math.inf,
@@ -90,6 +91,7 @@ def blame(
     Args:
         rank: this rank.
         absent: ranks that have not told who they are: their processes, if they are found, and are stopped.
+        awaited: the ranks that may have held this one up, which alone get lines; None: all.
         stopped: ranks of this host that are, or were a moment ago, stopped by a signal.
         closed: whether the wait of this rank ended because a connection was closed. That is what a host does for a
             process that has ended. A host that is off, or cut off, does not do it.
@@ -98,6 +100,8 @@ def blame(
     """
     me, lines, elsewhere, unheard = who[rank], [], [], dict[tuple[str, str], list[int]]()
     for other, seen in others.items():
+        if awaited is not None and other not in awaited:
+            continue
         theirs, at = who[other], seen.beat.where
         name = f"rank {other} ({theirs})"
         state = theirs.state if theirs.is_neighbour_of(me) else "unknown"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 
 from zeroshard.failures.blame import OUTSIDE, Seen, blame, describe_knot
 from zeroshard.failures.found import holder_of, launcher_holds_store, port_of, stopped_of_this_job, wake
 from zeroshard.failures.notices import Beat, Cause, Notices
-from zeroshard.failures.positions import Position, knot
+from zeroshard.failures.positions import HERE, Position, knot
 from zeroshard.failures.processes import Who
 
 _SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
@@ -120,16 +121,31 @@ class Peers:
 
     @property
     def is_clear(self) -> bool:
-        """Whether a rank is silent or has left: then no longer look is needed to name the cause."""
-        return any(seen.is_silent or seen.has_left for seen in self._seen.values())
+        """Whether an awaited rank is silent or has left: then no longer look is needed to name the cause."""
+        awaited = self._awaited()
+        return any(seen.is_silent or seen.has_left for rank, seen in self._seen.items() if rank in awaited)
+
+    def _awaited(self) -> Collection[int]:
+        """The ranks that this rank waits for, those that these wait for, and so on; all if its wait is not known. Ranks
+        of another group may have ended their work, or be anywhere, and hold up nobody here."""
+        found, waits = set[int](), [HERE.wait]
+        while waits:
+            if (wait := waits.pop()) is None:
+                return range(self._world_size)
+            new = {*wait.ranks} - found
+            found |= new
+            positions = (self.seen(rank).beat.position for rank in new)
+            waits += [position.wait for position in positions if position is not None]
+        return found
 
     def blame(self, *, closed: bool, timeout: float) -> list[str]:
         """See `failures/blame.py`."""
-        missing = [rank for rank in range(self._world_size) if rank not in self._who]
+        awaited = self._awaited()
+        missing = [rank for rank in awaited if rank not in self._who]
         stopped = stopped_of_this_job() if missing else {}
         absent = {rank: stopped.get(rank) for rank in missing}
-        stopped_here = self.stopped()
-        return blame(self._rank, self._who, self._seen, absent, stopped=stopped_here, closed=closed, timeout=timeout)
+        known = partial(blame, self._rank, self._who, self._seen, absent, stopped=self.stopped(), closed=closed)
+        return known(awaited=awaited, timeout=timeout) or known(timeout=timeout)
 
     def stopped(self) -> dict[int, Who]:
         """The ranks on this host that are stopped by a signal, or were a moment ago: another rank, which gives up, may
