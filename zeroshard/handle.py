@@ -153,7 +153,8 @@ class Handle(NotTheModel, NotCopied):
             write: True: allow changes (also `p.data = ...`), the same on every rank. They become the new weights, and
                 main is updated to match. After an error inside, or if ranks differ, the old values are restored. False:
                 a change raises, and is lost where weights are sharded; elsewhere this rank keeps it.
-            modifier_rank: the rank whose changes all ranks take; it implies `write`. (The name is DeepSpeed's.)
+            modifier_rank: the rank whose changes all ranks take, by its number in the whole job, also if `mesh=` is a
+                group; it implies `write`. (The name is DeepSpeed's.)
 
         Raises:
             ValueError: the model does not have one of the parts; or ranks have written different values.

@@ -158,3 +158,20 @@ def test_a_timeline_names_the_rank_of_the_whole_job(tmp_path: Path) -> None:
         return timeline.title.partition(":")[0]
 
     assert run_ranks(titles, 4) == ["", "rank 1", "", "rank 3"]
+
+
+def test_the_rank_that_writes_is_named_by_its_number_in_the_job(tmp_path: Path) -> None:
+    """Rank 1 was asked for as number 1 of the group; in other groups, what it wrote was lost without an error."""
+
+    def write(rank: int) -> list[float]:
+        if rank not in (1, 2, 3):
+            return []
+        group = dist.new_group([2, 3, 1], use_local_synchronization=True, sort_ranks=False)
+        handle = zeroshard.shard(model := nn.Linear(2, 2), "zero3", mesh=group)
+        with handle.unsharded(modifier_rank=1), torch.no_grad():
+            model.bias.fill_(rank)
+        with pytest.raises(ValueError, match="one of the ranks 1-3, found 0"), handle.unsharded(modifier_rank=0):
+            pass
+        return handle.full_state_dict()["bias"].tolist()
+
+    assert run_ranks(write, 4) == [[], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]

@@ -233,7 +233,7 @@ def test_modifier_rank_alone_means_write(rank: int) -> None:
             model.norm.weight.fill_(3.0)
     assert (handle.full_state_dict()["norm.weight"] == 3.0).all()
     for wrong in (-1, 2, True, "0"):
-        with pytest.raises(ValueError, match="modifier_rank must be a rank from 0 to 1"):
+        with pytest.raises(ValueError, match="modifier_rank must be one of the ranks 0,1, found"):
             with handle.unsharded(modifier_rank=wrong):
                 pass
     before = values(handle)

@@ -24,6 +24,7 @@ from zeroshard.comm.packets import on_device
 from zeroshard.comm.same import expect_same
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidType, InvalidValue
+from zeroshard.failures.positions import in_short
 from zeroshard.full_model.kept_weights import keeping
 from zeroshard.full_model.replaced import Found, put_back, take_over, uses
 from zeroshard.layout.interval import Interval
@@ -117,9 +118,10 @@ def _is_of_shard(unit: Unit, interval: Interval) -> bool:
 def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) -> Iterator[None]:
     """See `Handle.unsharded`: a scope to write. Entering and leaving are collective; leaving by an error is not."""
     collectives = engine.collectives
-    size = collectives.mesh.world.size
-    if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in range(size)):
-        raise InvalidValue(f"unsharded: modifier_rank must be a rank from 0 to {size - 1}, found {modifier_rank!r}")
+    ranks = collectives.mesh.world.ranks
+    if modifier_rank is not None and (isinstance(modifier_rank, bool) or modifier_rank not in ranks):
+        some = in_short(tuple(sorted(ranks)))
+        raise InvalidValue(f"unsharded: modifier_rank must be one of the ranks {some}, found {modifier_rank!r}")
     with _shown(units, engine):
         # This exchange also keeps every rank from writing before all ranks have read its weights.
         if not collectives.are_alike(modifier_rank, "handle.unsharded()"):
@@ -139,7 +141,7 @@ def written(units: Sequence[Unit], engine: Engine, modifier_rank: int | None) ->
             together(collectives, "unsharded", take, errors=(InvalidValue, InvalidState))
             _count_writes(units, writes, collectives)
             if modifier_rank is not None:
-                collectives.broadcast([unit.weights.full for unit in units], source=modifier_rank)
+                collectives.broadcast([unit.weights.full for unit in units], source=ranks.index(modifier_rank))
             else:
                 _expect_same(units, collectives)
         except BaseException:
