@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -80,6 +81,17 @@ def reference_weights(num_ranks: int, groups: Groups = everything, between: Betw
 
 
 # It is one ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_keeps_nothing_of_optimizers_that_are_gone() -> None:
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(small(), "zero2")
+        for _ in range(3):
+            zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=1.0)
+            gc.collect()
+        assert len(handle.engine.claims._owners) == 1
+
+    run_ranks(check, 1)
 
 
 def test_it_is_a_torch_optimizer_over_the_users_own_parameters() -> None:

@@ -69,7 +69,7 @@ class Claims:
                 )
         self._owner_of.update({id(parameter): weakref.ref(owner) for parameter in parameters})
         if all(known is not owner for known in self.owners()):
-            self._owners.append(weakref.ref(owner))
+            self._owners = [weakref.ref(known) for known in [*self.owners(), owner]]
 
     @contextmanager
     def claimed(self, parameters: Iterable[nn.Parameter], owner: Owner) -> Iterator[None]:
