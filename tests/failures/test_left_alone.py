@@ -4,6 +4,7 @@ Now all ranks soon report which rank is in which call, and which calls are colle
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -304,6 +305,55 @@ def test_a_knot_is_a_circle_of_ranks_that_need_each_other() -> None:
     assert knot({1: gathers}, {2: {"gather": 8}}) == []
 
 
+def test_counts_of_a_mesh_that_is_gone_are_kept_until_no_rank_is_in_it() -> None:
+    """A rank that waits in its last collective would take a peer without these counts for one that never comes."""
+    here, ranks = Here(), (0, 1)
+    users: list[Any] = [nn.Module() for _ in range(4)]
+    for number, user in enumerate(users):
+        name, forgotten = here.name_of_mesh(ranks, user)
+        assert name == f"{number + 1} of 0,1"
+        for kind in ("exchange", "read_all_gather"):
+            here.begin(f"{kind} {name}")
+        here.begin(f"all {name} 0,1")
+        del user
+        if number == 0:
+            users[0] = None
+        assert forgotten == (["1 of 0,1"] if number == 2 else [])
+        left = {key.split(" ")[1] for key in here.begun}
+        assert left == {str(one) for one in range(1 if number < 2 else 2, number + 2)}
+    others, _ = here.name_of_mesh((0, 2), here)
+    assert others == "1 of 0,2"
+
+
+@pytest.mark.parametrize("end", ["close", "abandon", ""])
+def test_heartbeats_and_the_store_do_not_grow_with_the_handles_of_a_process(end: str) -> None:
+    def check(rank: int) -> None:
+        zeroshard.init()
+        store, waits = dist.PrefixStore("zeroshard/watch", dist.distributed_c10d._get_default_store()), set[str]()
+
+        def live() -> None:
+            model = nn.Linear(3, 3)
+            handle = zeroshard.shard(model, "zero3")
+            model(torch.ones(1, 3)).sum().backward()
+            waits.update(key for key in HERE.begun if key.startswith("all "))
+            if end:
+                getattr(handle, end)()
+
+        def counted() -> tuple[int, int]:
+            for _ in range(4):
+                live()
+                gc.collect()
+            dist.barrier()
+            found = len(HERE.begun), sum(store.check([f"come-{key}"]) for key in waits)
+            dist.barrier()
+            return found
+
+        assert counted() == counted()
+        assert len(waits) == 8
+
+    run_ranks(check, 2)
+
+
 def test_functions_of_torch_distributed_are_part_of_a_knot_if_all_members_wait() -> None:
     gathers, barrier = at("gather", 7, gather=8), at("torch.distributed.barrier", -1, gather=7)
     assert knot({0: gathers, 1: barrier, 2: barrier}, {}) == [0, 1]
@@ -344,7 +394,7 @@ def test_ranks_in_one_exchange_after_different_collectives_never_leave_it() -> N
 
 def test_where_a_process_is() -> None:
     here = Here()
-    names = [here.name_of_mesh((0, 1)), here.name_of_mesh((0, 1)), here.name_of_mesh((0, 2))]
+    names = [here.name_of_mesh(ranks, here)[0] for ranks in ((0, 1), (0, 1), (0, 2))]
     assert len(set(names)) == 3
     assert [here.begin("a"), here.begin("a"), here.begin("b")] == [0, 1, 0]
     wait = Wait("a", 1, (0, 1), "a thing")

@@ -77,7 +77,8 @@ class Collectives:
         self.mesh = mesh
         self.log = log
         self.device = mesh.device
-        self._name = HERE.name_of_mesh(mesh.world.ranks)
+        self._name, gone = HERE.name_of_mesh(mesh.world.ranks, self)
+        watch.forget_waits(mesh.world.ranks, gone)
         self.messages = Messages(mesh.world.here, self._name)
         self.orders: Voice | None = None
         self.samples = Samples(self.device)

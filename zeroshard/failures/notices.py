@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
@@ -184,6 +185,11 @@ class Notices:
     def count(self, store: Store, key: str, by: int) -> int:
         """Add `by` to the number of arrivals at a wait, and return the sum."""
         return store.add(f"come-{key}", by)
+
+    def forget_counts(self, store: Store, keys: Iterable[str]) -> None:
+        for key in keys:
+            with suppress(RuntimeError):  # a store that deletes nothing
+                store.delete_key(f"come-{key}")
 
 
 def _name(who: Who) -> str:

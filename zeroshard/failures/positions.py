@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,12 +112,22 @@ class Here:
     _wait: Wait | None = None
     _since: float = 0.0
     _meshes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _ended: dict[tuple[int, ...], tuple[list[str], list[str]]] = field(default_factory=dict)
 
-    def name_of_mesh(self, ranks: tuple[int, ...]) -> str:
+    def name_of_mesh(self, ranks: tuple[int, ...], user: object) -> tuple[str, list[str]]:
         """A name that is the same on all ranks of a mesh, and different for each mesh. (All ranks build their handles
-        in the same order.)"""
+        in the same order.) And the names whose counts are forgotten now, as their users are gone. `user`: of the new
+        name."""
+        # A rank whose peer has forgotten a mesh would take it for one that never comes there. So a name is forgotten
+        # when two more meshes are built: the ranks have met for the first of these, and none is in the old one.
+        old, ended = self._ended.setdefault(ranks, ([], []))
+        forgotten, old[:] = list(old), [ended.pop() for _ in range(len(ended))]
+        for key in [key for key in self.begun.copy() if any(f" {name} " in f"{key} " for name in forgotten)]:
+            del self.begun[key]
         self._meshes[ranks] += 1
-        return f"{self._meshes[ranks]} of {in_short(ranks)}"
+        name = f"{self._meshes[ranks]} of {in_short(ranks)}"
+        weakref.finalize(user, ended.append, name).atexit = False
+        return name, forgotten
 
     def begin(self, key: str) -> int:
         """Count a collective that begins here, and return its number."""

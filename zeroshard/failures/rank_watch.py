@@ -213,6 +213,9 @@ class Watch:
             if come < everyone:
                 self.expect_alive(missing)
 
+    def forget_waits(self, keys: Sequence[str]) -> None:
+        self._ask(partial(self._notices.forget_counts, keys=keys), None)
+
     def ring(self, ranks: Sequence[int]) -> None:
         """Wake these ranks, so that they check what they wait for. (Without bells they do so from time to time.)"""
         if self.bell.blocks:

@@ -162,10 +162,20 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
     """
     if (watch := current()) is not None:
         everyone = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        key = f"all {name} {in_short(everyone)}"
+        key = _key_of_waits(everyone, name)
         number = HERE.begin(key)
         with HERE.waiting(Wait(key, number, everyone, "a wait for all ranks")):
             watch.wait_for_all(key, everyone)
+
+
+def forget_waits(ranks: tuple[int, ...], names: Sequence[str]) -> None:
+    """No rank calls `wait_for_all` with these names any longer."""
+    if names and (watch := current()) is not None and watch.rank == ranks[0]:
+        watch.forget_waits([_key_of_waits(ranks, name) for name in names])
+
+
+def _key_of_waits(ranks: tuple[int, ...], name: str) -> str:
+    return f"all {name} {in_short(ranks)}"
 
 
 class _Hooks:
