@@ -7,6 +7,7 @@ case is loaded. `make test-everything` runs every combination of what `PROVEN` l
 
 from __future__ import annotations
 
+import gc
 import itertools
 import shutil
 import sys
@@ -36,6 +37,7 @@ from zeroshard.comm.transport import TransportName
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration, Forecast, Phase, Workload, cheapest_first, disk, fit
 from zeroshard.planning.optimizers import class_named
+from zeroshard.planning.state import OptimizerKind
 from zeroshard.precision import MixedPrecision
 from zeroshard.testing import run_ranks
 
@@ -253,6 +255,16 @@ def expect_one_unit(rank: int) -> None:
         of_shards, of_replicas = unit.spec.reduce_scratch(*way, in_place=True)
         scratch = [one.num_bytes for one in planned.training.pool() if one.kind == "scratch"]
         assert scratch == [of_shards, of_replicas]
+
+
+def test_a_process_keeps_nothing_of_its_plans() -> None:
+    def kinds_after_plans() -> int:
+        for plan in PLANS:
+            zeroshard.plan(Tied(), Configuration(plan=plan, ranks=2, device="cpu"))
+        gc.collect()
+        return sum(type(item) is OptimizerKind for item in gc.get_objects())
+
+    assert kinds_after_plans() == kinds_after_plans()
 
 
 def test_a_model_of_one_unit() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from zeroshard.planner import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import built_for_trial, for_trial, run_step, trial
 from zeroshard.storage.buffer import live_bytes
+
+T = TypeVar("T")
 
 _SIZES = (7, 5, 3, 11, 13, 17)
 """Dimensions of a tiny parameter: all different, so that the shape of an entry shows which dimensions it has."""
@@ -62,6 +64,20 @@ def _shape(shape: tuple[int, ...], follows: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if number < 0 else shape[number] for number in follows)
 
 
+def _kept(method: Callable[..., T]) -> Callable[..., T]:
+    """Results are kept in the object itself. (`lru_cache` would keep the object: those of all plans of a process.)"""
+
+    @wraps(method)
+    def call(self: Any, *arguments: Any) -> T:
+        found, key = vars(self).setdefault("_found", {}), (method.__name__, *arguments)
+        if key not in found:
+            found[key] = method(self, *arguments)
+        result: T = found[key]
+        return result
+
+    return call
+
+
 @dataclass(frozen=True, eq=False)
 class OptimizerKind:
     """An optimizer class with its options.
@@ -88,7 +104,7 @@ class OptimizerKind:
             return False
         return fnmatchcase(name, self.pattern)
 
-    @lru_cache(maxsize=1 << 14)  # noqa: B019  few kinds, and each lives as long as what it plans
+    @_kept
     def piece(self, numel: int, dtype: torch.dtype) -> Mapping[str, Bytes]:
         """Key of the state -> bytes for a piece of `numel` elements with main in that dtype.
 
@@ -99,7 +115,7 @@ class OptimizerKind:
             return {entry.key: entry.bytes_of((numel,)) for entry in self.entries(1, dtype)}
         return _held(self._state((numel,), dtype))
 
-    @lru_cache(maxsize=8)  # noqa: B019
+    @_kept
     def _follows_shapes(self, dtype: torch.dtype) -> bool:
         """Whether the state of a large piece can be computed from that of a tiny one. (Some classes quantise only the
         state of large tensors.)"""
@@ -107,7 +123,7 @@ class OptimizerKind:
         expected = {entry.key: entry.bytes_of(large) for entry in self.entries(1, dtype)}
         return _held(self._state(large, dtype)) == expected
 
-    @lru_cache(maxsize=64)  # noqa: B019  few kinds, and each lives as long as what it plans
+    @_kept
     def entries(self, num_dims: int, dtype: torch.dtype) -> tuple[Entry, ...]:
         """The entries for a parameter of `num_dims` dimensions (a piece has one) with main in that dtype.
 
