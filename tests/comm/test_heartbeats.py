@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+import zeroshard
 from tests.failures.common import Ranks
 from tests.patience import HANG, wait_until
 from zeroshard.failures import boards, heartbeat, watch
@@ -24,7 +25,8 @@ from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartb
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.positions import Position, Wait
 from zeroshard.failures.processes import Who
-from zeroshard.failures.whereabouts import frame_of, where
+from zeroshard.failures.whereabouts import asks, frame_of, where
+from zeroshard.testing import run_ranks
 
 TIMEOUT = 80.0  # then a regular heartbeat is due every ten seconds, which are
 EVERY = 20  # rounds
@@ -263,6 +265,41 @@ def test_a_thread_that_asks_where_it_is_does_not_wait_there() -> None:
 
     threading.Thread(target=until_it_waits).start()
     assert event.wait(HANG), "the control: of another thread it is said"
+
+
+def test_a_rank_that_writes_a_message_does_not_wait_in_the_watch() -> None:
+    """Where two ranks differ, both write where the other one is: "(waiting in rank_watch.py:242 last_seen)"."""
+    asked, seen = threading.Event(), threading.Event()
+
+    @asks
+    def writes_a_message() -> None:
+        asked.set()
+        seen.wait(HANG)
+
+    thread = threading.Thread(target=lambda: writes_a_message())
+    thread.start()
+    assert asked.wait(HANG) and thread.ident is not None
+    place = where(thread.ident)
+    seen.set()
+    thread.join()
+    assert "test_heartbeats.py" in place and "waiting in" not in place
+
+
+def test_a_place_that_is_old_is_told_as_old() -> None:
+    """A rank that did not answer at once was said to be where it had been seconds before."""
+
+    def check(rank: int) -> None:
+        zeroshard.init()
+        current = watch.current()
+        assert current is not None
+        watch.wait_for_all()
+        if rank == 1:
+            wait_until(lambda: current.last_seen(0).startswith("at test_heartbeats.py"))
+            current._peers.look = lambda store, ranks: None  # type: ignore[method-assign]
+            assert current.last_seen(0).startswith("last seen at test_heartbeats.py")
+        watch.wait_for_all()
+
+    run_ranks(check, 2)
 
 
 def test_without_the_gil_no_other_thread_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from zeroshard.failures.lost import LostPeer, is_of_others
 from zeroshard.failures.positions import HERE, Wait, in_short
 from zeroshard.failures.rank_watch import FAILED, Watch, where_it_trains
 from zeroshard.failures.store_line import Attended
+from zeroshard.failures.whereabouts import asks
 from zeroshard.ranks.backends import backends_of, moves_nothing, timeout_of
 
 _current: Watch | None = None
@@ -126,6 +127,7 @@ def attended(store: Store) -> Attended:
     return Attended(store) if watch is None else watch.line.attend(store)
 
 
+@asks
 def where_is(rank: int) -> str:
     """A clause for a message, ", at ...": the program line and the call that a rank is at; of other ranks, from their
     heartbeats. "" if it is not known."""

@@ -26,11 +26,18 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep
 SAVES = "zeroshard save"
 """How the names of the threads begin that save in the background."""
 _waiting_in_vain: dict[int, CodeType] = {}  # by id: code that torch.compile generates may have no hash
+_asking: dict[int, CodeType] = {}
 
 
 def waits_in_vain(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: a thread in this function is reported as giving up, not at the line that called it."""
     _waiting_in_vain[id(function.__code__)] = function.__code__
+    return function
+
+
+def asks(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: a thread in this function writes a message, and does not wait in it."""
+    _asking[id(function.__code__)] = function.__code__
     return function
 
 
@@ -49,6 +56,8 @@ def where(thread: int | None) -> str:
         code = frame.f_code
         if id(code) in _waiting_in_vain:
             return GIVING_UP
+        if id(code) in _asking:
+            inner, is_other = "", False
         if not _is_library(code.co_filename):
             return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
         if _is_public(code):
