@@ -609,6 +609,8 @@ def test_a_state_that_does_not_fit_changes_nothing(rank: int) -> None:
             with pytest.raises(ValueError, match=message):
                 handle.load_full_state_dict(given)
             assert same_bits(handle.full_state_dict(), before)
+    with pytest.raises(ValueError, match=r"found a str\. A folder .* is for zeroshard\.load\(directory, handle\)"):
+        handle.load_full_state_dict("runs/a")  # type: ignore[arg-type]
     optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW)
     plain = torch.optim.AdamW([{"params": [p]} for p in Net().parameters()])
     with pytest.raises(ValueError, match="param groups of"):

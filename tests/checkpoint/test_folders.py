@@ -298,7 +298,10 @@ def test_extra_is_kept_for_each_rank_that_has_its_own(tmp_path: Path) -> None:
         own, shared = Keeps(99), Shared()
         zeroshard.load(tmp_path, handle, extra={"own": own, "shared": shared})
         assert shared.state == {"epoch": 3} and own.state[3] == (1, [2]) and own.state["best"] == math.inf
-        with pytest.raises(zeroshard.CheckpointError, match="missing: extra 'other'; unexpected: extra 'shared'"):
+        told = (
+            r"missing: extra 'other'; unexpected: extra 'shared'\. Pass the objects that were saved; with strict=False"
+        )
+        with pytest.raises(zeroshard.CheckpointError, match=told):
             zeroshard.load(tmp_path, handle, extra={"own": own, "other": shared})
         return own.state["rank"], float(own.state["mean"][0]), None
 

@@ -46,7 +46,9 @@ class Compatibility:
             problems += [f"missing: {_listed(self.missing)}"] if self.missing else []
             problems += [f"unexpected: {_listed(self.unexpected)}"] if self.unexpected else []
         if problems:
-            raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:10])}")
+            is_of_extra = all(name.startswith("extra '") for name in (*self.problems, *self.missing, *self.unexpected))
+            hint = ". Pass the objects that were saved; with strict=False the others keep their state" * is_of_extra
+            raise CheckpointError(f"{where} does not fit: {'; '.join(problems[:10])}{hint}")
 
     def note_names(self, expected: Iterable[str], found: Iterable[str], label: str = "{}") -> None:
         """Note names that only one side has."""

@@ -5,6 +5,7 @@ No rank holds more than one unit in full on the device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -110,7 +111,9 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         if not has_state:
             return {}, IncompatibleKeys([], [])
         if not isinstance(state, (Mapping, type(None))):
-            raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}")
+            hint = ". A folder that zeroshard.save has written is for zeroshard.load(directory, handle)"
+            is_path = isinstance(state, (str, os.PathLike))
+            raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}{hint if is_path else ''}")
         given = {plain_name(str(name)): value for name, value in (state or {}).items()}
         keys, problem = _compare(engine, names, given, strict=strict)
         if problem and not given and not from_rank0:
