@@ -11,6 +11,7 @@ Values written inside must be the same on every rank, or are taken from one rank
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -58,7 +59,9 @@ def _parameters_of(part: Part, model: nn.Module, what: str) -> list[nn.Parameter
         named: dict[str, nn.Module | nn.Parameter] = dict([*modules, *model.named_parameters(remove_duplicate=False)])
         plain = {plain_name(name): one for name, one in named.items()}  # as in messages and full state dicts
         if part not in named and part not in plain:
-            raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}")
+            near = difflib.get_close_matches(part, plain, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise InvalidValue(f"{what}: the model has no parameter and no module of the name {part!r}{hint}")
         part = named[part] if part in named else plain[part]
     if not isinstance(part, (nn.Module, Tensor)):
         raise InvalidType(
