@@ -295,6 +295,15 @@ def test_a_config_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["units"] == 3
 
 
+def test_a_config_that_is_not_there_needs_no_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It told to install transformers; then, that there is no such file."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(["plan", str(tmp_path / "no.json")]) == 2
+    assert f"there is no file {tmp_path}/no.json\n" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_batch_of_models_that_are_no_language_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tokens alone: a T5 asked for those of its decoder, and a ViT had no pixels ("'NoneType' has no attribute")."""
@@ -337,6 +346,7 @@ def test_one_line_for_each_mistake(
         ([tmp_path / "a run"], "a run: expected config.toml, of a run, or config.json, of transformers, found neither"),
         ([tmp_path / "a bad run"], "a bad run/config.toml: model.layers = 'x': expected a valid integer"),
         (["no.such:module"], "cannot be imported"),
+        (["models/mine.py:Net"], "found a file in front of the colon: write models.mine:Net"),
         (["a_script:Net"], "a_script:Net: cannot be imported: it called sys.exit(): what only a script does"),
         (
             [NET, "--optimizer", "a_script.Lion"],

@@ -113,6 +113,8 @@ def _described_by_the_trainer(path: Path) -> Described:
 
 
 def _of_transformers(path: Path) -> Described:
+    if not path.exists():
+        raise InvalidValue(f"there is no file {path}")
     with _needing("a transformers config", "transformers"):
         import transformers
     library: Any = transformers  # its classes are not typed
@@ -176,6 +178,11 @@ def _loss_of(model: nn.Module, inputs: Any) -> torch.Tensor:
 def _imported(text: str) -> Callable[..., Any]:
     """The function that `module:function` names."""
     module, _, name = text.partition(":")
+    if module.endswith(".py"):
+        dotted = ".".join(Path(module).with_suffix("").parts)
+        raise InvalidValue(
+            f"{text}: expected module:function, found a file in front of the colon: write {dotted}:{name}"
+        )
     with in_one_line(f"{text}: cannot be imported"):
         found = named(module, name)
     if not callable(found):
