@@ -504,6 +504,7 @@ def test_a_process_that_inherits_the_place_of_a_rank_is_told() -> None:
             try:
                 os.environ["MASTER_PORT"] = str(port)
                 zeroshard.init(timeout=60)
+                dist.barrier()  # else one may end while the other one still connects
                 code = dist.get_world_size()
             except InvalidState as error:
                 code = 7 if f"(process {os.getppid()}) has started this" in str(error) else 8
