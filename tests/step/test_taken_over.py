@@ -140,6 +140,35 @@ def test_it_goes_on_as_the_plain_one_with_the_scheduler_that_there_was() -> None
         expect_same_logs(logs)
 
 
+def test_zero_grad_of_the_optimizer_taken_over_discards_all_that_the_new_one_discards() -> None:
+    """It cleared `p.grad` alone: the weights of discarded losses still counted, in silence."""
+
+    def check(rank: int) -> None:
+        for plan in ("ddp", "zero3"):
+            weights = []
+            for zero_grad_of_old in (True, False):
+                model, old, _ = begin("SGD", 0)
+                handle = zeroshard.shard(model, plan, units=Block)
+                optimizer = ShardedOptimizer.from_optimizer(handle, old)
+                zero_grad = old.zero_grad if zero_grad_of_old else optimizer.zero_grad
+                optimizer.backward(loss_of_tokens(model, rank, 0, 0), weight=3.0)
+                zero_grad(set_to_none=False)
+                hook = next(model.parameters()).register_hook(lambda grad, zero_grad=zero_grad: zero_grad())
+                with pytest.raises(RuntimeError, match=r"zero_grad.* inside of a backward"):
+                    loss_of_tokens(model, rank, 0, 1).backward()
+                hook.remove(), zero_grad()
+                optimizer.backward(loss_of_tokens(model, rank, 0, 2), weight=1.0)
+                optimizer.step()
+                weights.append(handle.full_state_dict())
+                handle.close()
+            assert same_bits(*weights), plan
+            del optimizer, zero_grad
+            with pytest.raises(RuntimeError, match=r"zero_grad: this .* taken over: call zero_grad\(\)"):
+                old.zero_grad()
+
+    run_ranks(check, RANKS)
+
+
 def test_state_of_16_bit_weights_gets_the_dtype_of_main() -> None:
     """A plain optimizer keeps its state in the dtype of its parameters. Main is fp32: so is its state."""
 

@@ -29,6 +29,7 @@ _HOOKS = tuple(
         *("load_state_dict_pre", "load_state_dict_post"),
     )
 )
+_TAKEN_OVER = "{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned"
 _OF_TORCH = {"defaults", "state", "param_groups", "step"}
 """Attributes that every optimizer has (or gets from a scheduler), and that are not compared."""
 
@@ -101,7 +102,7 @@ def expect_to_step_itself(optimizer: torch.optim.Optimizer) -> None:
 
 def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
     """Let both optimizers share param groups and hooks. The one that is taken over loses its state, and raises when it
-    is asked to step, save or load."""
+    is asked to step, save or load. Its `zero_grad` is that of the other one, as loops keep calling it."""
     for mine, theirs in zip(to.param_groups, optimizer.param_groups, strict=True):
         theirs.update({**mine, **theirs})
     to.param_groups[:] = optimizer.param_groups
@@ -109,7 +110,8 @@ def hand_over(optimizer: torch.optim.Optimizer, to: torch.optim.Optimizer) -> No
     for hooks in _HOOKS:
         setattr(to, hooks, getattr(optimizer, hooks))
     optimizer.state.clear()
-    _refuse(optimizer, "{name}: this optimizer has been taken over: call {name}() of what from_optimizer has returned")
+    _refuse(optimizer, _TAKEN_OVER)
+    optimizer.zero_grad = partial(_zero_grad, weakref.ref(to))  # type: ignore[method-assign]
     # A scheduler warns if the optimizer that it was made for has never stepped, so its step is noted there.
     to.register_step_post_hook(partial(_note_step, weakref.ref(optimizer)))
 
@@ -140,6 +142,13 @@ def _refusing(text: str) -> Callable[..., NoReturn]:
 
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for this mark
     return refuse
+
+
+def _zero_grad(of: weakref.ref[Any], set_to_none: bool = True) -> None:
+    """p.grad alone is not all: losses have been counted, and a backward may have raised, or run now."""
+    if (sharded := of()) is None:
+        raise InvalidState(_TAKEN_OVER.format(name="zero_grad"))
+    sharded.zero_grad(set_to_none)
 
 
 def _note_step(optimizer: weakref.ref[Any], *_: object) -> None:
