@@ -238,6 +238,29 @@ def test_the_plan_does_not_depend_on_when_python_collects_garbage() -> None:
     assert traces[0] == traces[1]
 
 
+def test_a_trace_collects_garbage_among_what_it_has_made_and_not_in_the_whole_program() -> None:
+    """Each trace took seconds in a program with many objects."""
+    workload = Workload(lambda: torch.zeros(BATCH, WIDTH), lambda model, x: model(x))
+    found = list[int]()
+    gc.unfreeze()  # conftest has frozen what is imported
+    held = [[] for _ in range(50_000)]  # type: ignore[var-annotated]
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            found.append(len(gc.get_objects()))
+
+    gc.disable()
+    gc.callbacks.append(note)
+    try:
+        zeroshard.plan(KeepsItself(), Configuration(workload=workload))
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.callbacks.remove(note)
+        gc.enable()
+        gc.freeze()
+    assert found and max(found) < len(held)
+
+
 def test_the_rows_of_a_sparse_gradient_are_traced() -> None:
     """A sparse tensor has no storage, which the trace asked for. (`shard` takes such gradients.)"""
     model = nn.Sequential(nn.Embedding(500, WIDTH, sparse=True), nn.Linear(WIDTH, 1))

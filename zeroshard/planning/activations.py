@@ -232,6 +232,7 @@ def _trace(
             live.note(parameter, counted=False)
             _collect(parameter, name, live, gradients, dtypes[name][1] if name in dtypes else None)
         stack.enter_context(_converted_to_what_they_are(model))
+        stack.enter_context(_others_frozen())
         with in_one_line("activations: the inputs of one micro-batch", InvalidValue):
             inputs = workload.inputs()
         of_inputs = live.now
@@ -251,6 +252,20 @@ def _trace(
         backward = max([rest, *(gradient.until for gradient in gradients)])
     trace = Trace(of_inputs, forward, saved, backward, modules, tuple(gradients), rest, recorder.calls)
     return _Traced(casts, seen, trace)
+
+
+@contextmanager
+def _others_frozen() -> Iterator[None]:
+    """A scope in which a garbage collection looks at what has been made inside it, and not at all that the program
+    holds: seconds for each trace in a large one."""
+    if gc.get_freeze_count():  # the program has frozen what it holds, and what is frozen is thawed as a whole
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
