@@ -305,3 +305,22 @@ def test_objects_are_refused_by_name_unless_the_class_brings_them(tmp_path: Path
 
     run_ranks(check, 2)
     assert not (tmp_path / "refused").exists()
+
+
+def test_state_of_another_class_that_a_step_cannot_take_is_refused_also_if_not_strict(tmp_path: Path) -> None:
+    """One rank raised a KeyError in the next step, and the other one stepped."""
+
+    def check(rank: int) -> None:
+        saved = Job(rank)
+        saved.step(0)
+        zeroshard.save(tmp_path, saved.handle, saved.optimizer, step=1)
+        other = Job(rank, torch.optim.RMSprop)
+        told = "does not fit: this is not the state of RMSprop, whose step would raise KeyError: 'square_avg'"
+        with pytest.raises(zeroshard.CheckpointError, match=told):
+            zeroshard.load(tmp_path, other.handle, other.optimizer, strict=False)
+        without_momentum = Job(rank, torch.optim.SGD)
+        loaded = zeroshard.load(tmp_path, without_momentum.handle, without_momentum.optimizer, strict=False)
+        assert "state of AdamW for SGD" in str(loaded.unexpected)
+        without_momentum.step(1)
+
+    run_ranks(check, 2)

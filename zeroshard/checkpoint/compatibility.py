@@ -15,6 +15,7 @@ from zeroshard.checkpoint.manifest import CheckpointError, Manifest, TensorEntry
 from zeroshard.checkpoint.rank_state import own_buffers
 from zeroshard.checkpoint.reader import Reader
 from zeroshard.checkpoint.saved_state import (
+    SavedEntry,
     names_of,
     saved_entries,
     saved_extra,
@@ -22,8 +23,11 @@ from zeroshard.checkpoint.saved_state import (
     saved_optimizers,
     saved_options,
 )
+from zeroshard.errors import InvalidValue
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
+from zeroshard.step.assignment import Options
+from zeroshard.step.steppers import expect_to_step
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
 """Pairs of an optimizer and its values in the manifest."""
@@ -165,27 +169,49 @@ def _compare_optimizer(result: Compatibility, manifest: Manifest, optimizer: Sha
     for of_group, of_class in zip(mine, optimizer.groups.classes.of_groups, strict=True):
         others = {class_of.get(name, of_class.__name__) for name in of_group} - {of_class.__name__}
         result.unexpected.extend(_of_another_class(other, of_class) for other in sorted(others))
+    options, loaded = optimizer.groups.options(), optimizer.groups.options()
     for index, (params, saved_group) in enumerate(zip(mine, groups, strict=False)):
         if params == saved_group["params"]:
-            _compare_options(result, manifest, optimizer, index, saved_group)
+            loaded[index] |= _compare_options(result, manifest, optimizer, index, saved_group)
     for stepper in optimizer.steppers:
         for slot in (member.slot for member in stepper.assignment.members()):
             for entry in state.get(slot.name, []):
                 shape = manifest.tensors[entry.tensor].shape
                 if entry.kind == "optimizer" and not stepper.state.fits(slot, shape):
                     result.problems.append(f"{entry.key} of {slot.name}: expected the shape {slot.shape}")
+    here: dict[Tensor, str] = {parameter: names[id(parameter)] for parameter in optimizer.groups.parameters()}
+    found = {parameter: _examples(manifest, state.get(name, [])) for parameter, name in here.items()}
+    try:
+        expect_to_step(optimizer.steppers, found, options, loaded)
+    except InvalidValue as error:
+        result.problems.append(str(error))
+
+
+def _examples(manifest: Manifest, entries: Iterable[SavedEntry]) -> dict[str, Any]:
+    """The state of a parameter, with other values."""
+    kinds = {"number": 1.0, "value": None}
+    return {
+        entry.key: kinds[entry.kind]
+        if entry.kind in kinds
+        else torch.empty(manifest.tensors[entry.tensor].shape, device="meta")
+        for entry in entries
+    }
 
 
 def _compare_options(
     result: Compatibility, manifest: Manifest, optimizer: ShardedOptimizer, index: int, saved_group: dict[str, Any]
-) -> None:
-    def empty(name: str) -> Tensor:
-        return torch.empty(manifest.tensors[name].shape, device="meta")
+) -> Options:
+    """Returns the saved ones, with other values of tensors."""
 
-    for key, value in saved_options(saved_group, optimizer.groups.classes.of_groups[index], empty).items():
+    def example(name: str) -> Tensor:
+        return torch.ones(manifest.tensors[name].shape, device="cpu")
+
+    saved = saved_options(saved_group, optimizer.groups.classes.of_groups[index], example)
+    for key, value in saved.items():
         now, number = optimizer.param_groups[index].get(key), (Tensor, int, float)
         if isinstance(now, number) and not isinstance(value, (*number, NoneType)):
             result.problems.append(f"the hyper-parameter {key} is {now!r} here, and {value!r:.100} in the checkpoint")
+    return saved
 
 
 def _of_another_class(saved: str, here: type) -> str:

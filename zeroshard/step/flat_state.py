@@ -23,7 +23,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Fragment, Slot
 from zeroshard.placement import REPLICATED
 from zeroshard.step.assignment import Assignment, shows_gradient
-from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
+from zeroshard.step.inner import Inner, bring_up_to_date, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.low_bit import dense, quantise
 from zeroshard.step.stepper import (
     FullState,
@@ -216,7 +216,7 @@ class FlatState:
                 of_piece = [index for index in unit.layout.slots_in(piece.world) if loaded[index]]
                 if of_piece:
                     self._load_piece(piece, of_slot, next((of_slot[i] for i in of_piece if of_slot[i]), {}))
-        self.inner.bring_up_to_date()
+        bring_up_to_date(self.inner.optimizer)
 
     def _load_piece(self, piece: Piece, of_slot: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> None:
         """`first`: the state of a slot in the piece, for its keys."""

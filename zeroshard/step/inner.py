@@ -89,14 +89,6 @@ class Inner:
         if state:
             self.optimizer.state[tensor] = state
 
-    def bring_up_to_date(self) -> None:
-        """What `torch.optim.Optimizer.load_state_dict` does last: the class converts state that older versions of it
-        have saved (step counts that were no tensors)."""
-        optimizer: Any = self.optimizer
-        if optimizer.state and hasattr(optimizer, "__setstate__"):
-            with suppress(KeyError, TypeError):  # an item is missing, or is no number: a step raises, where ranks agree
-                optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-
     def tensors(self) -> dict[str, list[Tensor]]:
         """The tensors of the state, by kind: "state", and "scalars" (0-d tensors: step counts)."""
         kinds: dict[str, list[Tensor]] = {"state": [], "scalars": []}
@@ -112,6 +104,14 @@ def where_torch_puts(key: str, value: Tensor, options: Options, device: torch.de
     parameter. Step counts stay on the CPU, unless a fused or capturable kernel reads them on the device."""
     stays = key == "step" and not (options.get("fused") or options.get("capturable"))
     return value if stays else value.to(device)
+
+
+def bring_up_to_date(optimizer: Any) -> None:
+    """What `torch.optim.Optimizer.load_state_dict` does last: the class converts state that older versions of it have
+    saved (step counts that were no tensors)."""
+    if optimizer.state and hasattr(optimizer, "__setstate__"):
+        with suppress(KeyError, TypeError):  # an item is missing, or is no number: a step raises
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 # Stepping -------------------------------------------------------------------------------------------------------------
@@ -377,6 +377,53 @@ def describe_together(assignment: Assignment, describe: Callable[[], list[Any]])
     """
     _, of_ranks = tell_together(assignment.collectives, READING, lambda: (None, describe()))
     return list(chain.from_iterable(of_ranks))
+
+
+def step_raises(
+    assignment: Assignment, options: Options, saved: Options, state: Options, shape: tuple[int, ...]
+) -> str:
+    """What the class raises in a step with loaded state and options: items that it needs may be missing. (Only the
+    ranks that hold a part of the parameter would raise.) "": nothing, or it does not step here.
+
+    Args:
+        options: of the param group, as it is now; saved: the ones that are loaded, in their place.
+        state: of one parameter, of that shape.
+    """
+    with trial(), torch.no_grad():
+        tiny = _tiny(torch.ones(shape, device="meta")).requires_grad_()
+        of_class, defaults = assignment.optimizer_class, assignment.defaults
+        try:
+            made = stepped_for_trial(built_for_trial(of_class, defaults, [tiny], for_trial(options)), [tiny], 2)
+        except Exception:
+            return ""
+        has_all_state = not state or made.state.get(tiny, {}).keys() <= state.keys()
+        if has_all_state and made.param_groups[0].keys() <= {*saved, "params"}:
+            return ""
+        # Options that were not saved stay as they are here. In torch they are gone, and a step tells of another class.
+        # (A state of an older version of the class lacks some as well, but it has no others.)
+        for loaded in (options | saved, *([saved] if saved.keys() - made.param_groups[0].keys() else [])):
+            made = built_for_trial(of_class, defaults, [tiny], for_trial(options))
+            if state:
+                made.state[tiny] = {key: _tiny(value) for key, value in state.items()}
+            made.param_groups[0] = {"params": [tiny], **for_trial({key: _tiny(one) for key, one in loaded.items()})}
+            try:
+                bring_up_to_date(made)
+                if callable(train := getattr(made, "train", None)):
+                    train()
+                stepped_for_trial(made, [tiny], 1)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _tiny(value: Any) -> Any:
+    """A small tensor of this kind, on the CPU: ones, but a single number is the same. Other values are copied."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    dtype = torch.float32 if value.is_floating_point() else value.dtype
+    if value.numel() == 1 and not value.is_meta:
+        return value.detach().to("cpu", dtype, copy=True)
+    return torch.ones([min(size, 3) for size in value.shape], dtype=dtype, device="cpu")
 
 
 def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defaults: Options) -> dict[str, bool]:

@@ -19,7 +19,7 @@ from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
 from zeroshard.step.assignment import Assignment, Member, Options
-from zeroshard.step.inner import Inner, describe_together, expect_no_reads, where_torch_puts
+from zeroshard.step.inner import Inner, bring_up_to_date, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
 
 
@@ -105,7 +105,7 @@ class OwnerState:
                 items = state.get(whole.parameter) or {}
                 options = self.inner.groups[whole.group]
                 self.inner.set_state(value, {key: self._loaded(key, item, options) for key, item in items.items()})
-        self.inner.bring_up_to_date()
+        bring_up_to_date(self.inner.optimizer)
 
     def _loaded(self, key: str, item: Any, options: Options) -> Any:
         if isinstance(item, SavedTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,8 +20,8 @@ from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.reduce import Reducer
 from zeroshard.step.assignment import Assignment, Groups, Options
 from zeroshard.step.flat_step import FlatStep
-from zeroshard.step.granularity import Granularity, Watched, expect_empty_taken, granularity_of
-from zeroshard.step.inner import Arguments, arguments_for, expect_no_overrides
+from zeroshard.step.granularity import Granularity, Watched, expect_empty_taken, granularity_of, kinds_of
+from zeroshard.step.inner import Arguments, arguments_for, expect_no_overrides, step_raises
 from zeroshard.step.owner_step import OwnerStep
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.stepper import FullState, Stepper, Update, as_saved, stepped
@@ -303,6 +303,35 @@ class Steppers:
         if all(result is None for result in results):
             return None
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def expect_to_step(
+    steppers: Iterable[Stepper],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    options: Sequence[Options],
+    saved: Sequence[Options],
+) -> None:
+    """`options`: of the param groups, as they are now; `saved`: the ones that are loaded with the state.
+
+    Raises:
+        ValueError: a step with them would raise, on the ranks that have a part of the parameter.
+    """
+    tried = set[tuple[Any, ...]]()
+    for stepper in steppers:
+        for member in stepper.assignment.members():
+            items, group, shape = dict(state.get(member.parameter) or {}), member.group, member.slot.shape
+            kinds = str([*map(kinds_of, (options[group], saved[group]))])
+            form = stepper, kinds, frozenset(items), tuple(min(size, 3) for size in shape)
+            if form in tried:
+                continue
+            tried.add(form)
+            if raised := step_raises(stepper.assignment, options[group], saved[group], items, shape):
+                name, has = stepper.assignment.optimizer_class.__name__, ", ".join(map(str, items)) or "nothing"
+                raise InvalidValue(
+                    f"this is not the state of {name}, whose step would raise {raised} (as in plain torch); of "
+                    f"{member.slot.name} it has {has}. Load it into an optimizer of the class and the options that "
+                    "it is of (amsgrad=, momentum=), or leave it out. Nothing has been loaded"
+                )
 
 
 def _copied(item: Any, destination: Destination) -> Any:

@@ -31,7 +31,7 @@ from zeroshard.step.control import Control
 from zeroshard.step.param_groups import ParamGroups
 from zeroshard.step.state_view import StateView
 from zeroshard.step.stepper import stepped
-from zeroshard.step.steppers import Steppers
+from zeroshard.step.steppers import Steppers, expect_to_step
 from zeroshard.step.uneven_inputs import FollowerHook, UnevenInputs
 
 
@@ -166,14 +166,17 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
     def _expect_fitting(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: param groups differ, or an item of state has another shape.
+            ValueError: param groups differ, an item of state has another shape, or it is the state of another class.
         """
         if not {"state", "param_groups"} <= state_dict.keys():
             raise InvalidValue(
                 "a state_dict with 'state' and 'param_groups' is needed on every rank; where rank 0 alone has it, pass "
                 f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
             )
-        self._steppers.expect_fitting(self.groups.state_by_parameter(state_dict))
+        state = self.groups.state_by_parameter(state_dict)
+        self._steppers.expect_fitting(state)
+        saved = [*map(options_in, state_dict["param_groups"])]
+        expect_to_step(self._steppers.all, state, self.groups.options(), saved)
 
     def _expect_same(self, state_dict: dict[str, Any]) -> None:
         """Check that it fits, and is the same on every rank. Collective.
