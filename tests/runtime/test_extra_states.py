@@ -144,3 +144,37 @@ def test_a_number_that_a_hook_has_made_may_stay_as_it_is(rank: int) -> None:
         handle.load_full_state_dict({**state, "version": 4})
     handle.load_full_state_dict(state, broadcast_from_rank0=True)
     assert torch.equal(handle.full_state_dict()["weight"], state["weight"])
+
+
+class Raises(nn.Module):
+    """`raises`: in which method."""
+
+    raises = ""
+
+    def get_extra_state(self) -> torch.Tensor:
+        assert self.raises != "get", "epoch"
+        return torch.ones(2)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert self.raises != "set", "epoch"
+
+
+def test_an_extra_state_that_raises_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
+    """The error was the method's alone, on one rank; in a load the others waited for it."""
+
+    def check(rank: int) -> None:
+        handle = zeroshard.shard(nn.Sequential(nn.Linear(3, 3), extra := Raises()), "zero3", units=[nn.Linear])
+        state, of_rank0 = handle.full_state_dict(), {"broadcast_from_rank0": True}
+        for raises, call in (
+            ("get", handle.full_state_dict),
+            ("get", lambda: handle.load_full_state_dict(state)),
+            ("get", lambda: zeroshard.save(tmp_path, handle, step=0)),
+            ("set", lambda: handle.load_full_state_dict(state)),
+            ("set", lambda: handle.load_full_state_dict(state, **of_rank0)),
+        ):
+            extra.raises = raises if rank == 1 else ""
+            told = rf"\(on rank 1\): {raises}_extra_state\(\) for 1\._extra_state raised AssertionError: epoch"
+            with pytest.raises(ValueError, match=told):
+                call()
+
+    run_ranks(check, 2)

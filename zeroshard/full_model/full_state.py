@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zeroshard.comm.collectives import Collectives
@@ -78,11 +78,15 @@ def full_state(engine: Engine, destination: Destination, *, main: bool) -> dict[
         del full  # before the next unit is read: views keep all of this one
     engine.gatherer.settle()
     engine.gatherer.enter_backward(here)  # a hook in a backward has called this, and backward goes on with these
-    if not keeps:
-        return {}
-    if names is None:
-        return _own_state(engine, values, destination)
-    return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}
+
+    def make() -> dict[str, Any]:
+        if not keeps:
+            return {}
+        if names is None:
+            return _own_state(engine, values, destination)
+        return {name: values[id(v)] if id(v) in values else destination.copy(v) for name, v in names.items()}
+
+    return together(engine.collectives, "full_state_dict", make) if engine.plain.extra_states() else make()
 
 
 def _own_state(engine: Engine, values: dict[int, Tensor], destination: Destination) -> dict[str, Any]:
@@ -99,13 +103,14 @@ def _own_state(engine: Engine, values: dict[int, Tensor], destination: Destinati
 @phase("load full state")
 def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: bool) -> IncompatibleKeys:
     """See `Handle.load_full_state_dict`."""
-    names, units, gatherer = engine.plain.objects(), engine.units, engine.gatherer
-    collectives, extra_states = engine.collectives, engine.plain.extra_states()
+    units, gatherer, extra_states = engine.units, engine.gatherer, engine.plain.extra_states()
+    collectives, names = engine.collectives, dict[str, Any]()
     has_state = not from_rank0 or collectives.mesh.world.rank == 0
 
     expect_none_written(units, "load_full_state_dict")
 
     def look() -> tuple[dict[str, Tensor], IncompatibleKeys]:
+        names.update(engine.plain.objects())
         engine.plain.expect_loadable()
         engine.plain.expect_ignored_here()
         if not has_state:
@@ -143,10 +148,10 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
     for unit in units:
         of_unit = [name_of.get(id(parameter)) for parameter in unit.parameters]
         _load_unit(unit, of_unit, given, gatherer, from_rank0=from_rank0)
+    set_extra = _SetExtraStates(extra_states)
     for name, value in rest.items():
         if name in extra_states:
-            extra = _from_rank0(collectives, given.get(name)) if from_rank0 else given[name]
-            extra_states[name].set_extra_state(extra)
+            set_extra(name, _from_rank0(collectives, given.get(name)) if from_rank0 else given[name])
             continue
         if not isinstance(value, Tensor):
             continue
@@ -155,7 +160,30 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         if from_rank0 and name not in engine.plain.ignored:
             collectives.broadcast([value.detach()])
     gatherer.settle()
+    if extra_states:
+        together(collectives, "load_full_state_dict", set_extra.expect)
     return keys
+
+
+class _SetExtraStates:
+    """Sets the extra states of modules. What a module raises is raised by `expect`: other values wait for all ranks."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules, self._raised = modules, list[tuple[str, Exception]]()
+
+    def __call__(self, name: str, state: Any) -> None:
+        try:
+            self._modules[name].set_extra_state(state)
+        except Exception as error:
+            self._raised.append((name, error))
+
+    def expect(self) -> None:
+        """Raises:
+        ValueError: the first that has raised."""
+        for name, error in self._raised:
+            raise InvalidValue(
+                f"set_extra_state() for {name} raised {type(error).__name__}: {error}. The other values are loaded"
+            ) from error
 
 
 def _compare(

@@ -153,8 +153,20 @@ class PlainModel:
         self.is_read = True
         try:
             return {plain_name(name): value for name, value in state_dict().items()}
+        except Exception as error:
+            self._expect_extra_states(error)
+            raise
         finally:
             self.is_read = False
+
+    def _expect_extra_states(self, raised: Exception) -> None:
+        """Raises:
+        ValueError: a `get_extra_state()` raises; with the name of its module."""
+        for name, module in self.extra_states().items():
+            try:
+                module.get_extra_state()
+            except type(raised) as error:
+                raise InvalidValue(f"get_extra_state() for {name} raised {type(error).__name__}: {error}") from error
 
     def _named(self) -> dict[str, Tensor]:
         module = self.module
