@@ -239,7 +239,7 @@ FAULTS = [
 
 SEEN_BY_THE_ENGINE = (
     "the ranks have diverged: unit",  # it compares samples of weights that must be equal
-    "a parameter has been written to in a forward or backward",  # a rank's shard is no longer that of the full weights
+    " has been written to in a forward or backward",  # a rank's shard is no longer that of the full weights
 )
 
 

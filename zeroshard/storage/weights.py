@@ -33,6 +33,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
 from zeroshard.failures.blame import USE_THE_SAME
 from zeroshard.failures.lost import LostPeer
+from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
 from zeroshard.placement import REPLICATED, SHARDED
 from zeroshard.ranks.common import Common
@@ -214,7 +215,7 @@ class Weights:
             slots = zip(self.buffer.layout.slots, self._writes, writes, strict=True)
             names = [slot.name for slot, before, after in slots if before != after]
         if not names and self._differs_from_shard(after_forward=after_forward):
-            names = ["a parameter"]
+            names = _names_that_differ(self.buffer, self._common if self.buffer.full is self.place else None)
         if names:
             if self._common is not None:  # the values are as before: training can go on
                 self._common.renew()
@@ -422,3 +423,14 @@ def _clone(tensor: Tensor) -> Tensor:
         return tensor.clone()
     with torch.inference_mode(False), torch.no_grad():  # autograd could not save one that is made in inference mode
         return tensor.clone()
+
+
+def _names_that_differ(buffer: FlatBuffer, common: Common | None) -> list[str]:
+    """For a message: the parameters with other values in the full buffer than in the shard, or in all shards."""
+    full, interval, values = buffer.full, buffer.own_interval, buffer.shard
+    assert full is not None
+    if common is not None:
+        interval, values = Interval(0, full.numel()), common.everyone
+    found = list(buffer.layout.fragments_in(interval))
+    differ = [one for one in found if not have_same_bits(full[one.world.slice], values[one.local.slice])]
+    return [one.slot.name for one in differ] or ["a parameter"]
