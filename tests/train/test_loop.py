@@ -682,6 +682,19 @@ def test_a_damaged_step_is_passed_over_aloud(
     assert losses(out) == losses(plain)
 
 
+def refused_twice(rank: int, bad: Sequence[Config], good: Config) -> tuple[list[str], int]:
+    return [refused(rank, config) for config in bad], train(good).step
+
+
+def test_a_refused_run_leaves_the_process_group_as_it_was(shared_text: Path, tmp_path: Path) -> None:
+    """The connections of the group were closed: the next run failed with "Application timeout caused pair closure"."""
+    bad = [tiny(shared_text, tmp_path / "a", batch__sequences=size) for size in (3, 10**6)]
+    good = tiny(shared_text, tmp_path / "run", schedule__steps=1)
+    for told, step in run_ranks(refused_twice, 2, [bad[0], bad[1], bad[0]], good):
+        assert "batch.sequences" in told[0] and "use more text" in told[1] and told[2] == told[0], told
+        assert step == 1
+
+
 def meets_a_full_disk(rank: int, config: Config) -> str:
     rank_watch.GRACE_SECONDS = AT_ONCE  # so that each rank reports the error itself, even on a busy machine
     with disk_with(free=10_000) if rank == 1 else nullcontext():

@@ -102,7 +102,8 @@ def sensible_nproc(config: ParallelConfig) -> int:
 def joined(config: ParallelConfig) -> Iterator[Ranks]:
     """Join the process group (a world of one without a launcher) and leave it at the end, unless it existed before.
 
-    If an exception leaves the block, the other ranks are told and stop too, instead of waiting in a collective.
+    If an exception leaves the block, the other ranks are told and stop too, instead of waiting in a collective. (A
+    `UserError` is raised on every rank. A process group that existed before is as good as it was, for another run.)
     """
     kind = device_type(config)
     device = take_device(kind) if kind == "cuda" else torch.device("cpu")
@@ -117,7 +118,10 @@ def joined(config: ParallelConfig) -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), local_rank()[1], dist.get_world_size(), device)
     except BaseException as error:
-        watch.abort(error, quiet=isinstance(error, UserError))
+        if ours or not isinstance(error, UserError):
+            watch.abort(error, quiet=isinstance(error, UserError))
+        else:
+            watch.stop()
         raise
     watch.stop()  # tells the other ranks that this one has finished, so that they do not take its silence for a failure
     if ours:

@@ -130,12 +130,7 @@ def start_run(
     expect_alike(config, ranks)
     check_divides(config)
     folder_of_tokens = ranks.first_does(lambda: prepare(config.data), per_node=True)
-    tokenizer = tokenizer_of(config.data)
-    corpus = open_corpus(folder_of_tokens, tokenizer)
-    context = config.model.context
-    batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
-    # The result is not used: a validation text that is too short must be refused now, not after hours of training.
-    validation_windows(corpus.validation, context, config.evaluation.windows, ranks.world_size)
+    tokenizer, corpus, batches = ranks.together(lambda: open_text(config, folder_of_tokens, ranks.world_size))
     found = ranks.first_does(partial(take_and_find, config, resume, corpus.digest, occupation))
     torch.manual_seed(config.run.seed)
     language = ranks.together(lambda: build_language(config.model, tokenizer.vocabulary))
@@ -186,6 +181,16 @@ def expect_alike(config: Config, ranks: Ranks) -> None:
             )
 
     ranks.together(compare)
+
+
+def open_text(config: Config, folder_of_tokens: Path, world_size: int) -> tuple[Tokenizer, Corpus, Batches]:
+    """Raises `UserError`: there is no such tokenizer, or the text is too short."""
+    tokenizer, context = tokenizer_of(config.data), config.model.context
+    corpus = open_corpus(folder_of_tokens, tokenizer)
+    batches = Batches(corpus.train, context, config.batch.sequences, config.batch.micro_batches, config.run.seed)
+    # The result is not used: a validation text that is too short must be refused now, not after hours of training.
+    validation_windows(corpus.validation, context, config.evaluation.windows, world_size)
+    return tokenizer, corpus, batches
 
 
 def take_and_find(config: Config, resume: Path | None, text: str, occupation: Occupation) -> Found | None:
