@@ -428,6 +428,8 @@ def scaled_loss(
             "scaler=LossScaler('dynamic'), once before the loop, or leave it out and pass loss_scale='dynamic' to "
             "ShardedOptimizer"
         )
+    if scaler is not None and (orders := engine.collectives.orders) is not None:
+        orders.scalers_used([scaler])
     weight = None if weight is None else float(weight)  # a tensor too: it may be a sum over a mask
     if weight is not None and not 0 <= weight < math.inf:
         raise InvalidValue(f"the weight of a loss must be a finite number from 0, found {weight}")

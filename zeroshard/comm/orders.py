@@ -143,14 +143,14 @@ class Voice:
         """The numbers of these loss scalers.
 
         Raises:
-            RuntimeError: there are followers, and a scaler belongs to no optimizer: followers do not know it.
+            RuntimeError: a scaler belongs to no optimizer: followers do not know it.
         """
-        if self._orders.speaks and any(id(scaler) not in self.scalers for scaler in used):
+        if any(id(scaler) not in self.scalers for scaler in used):
             raise InvalidState(
-                "join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: scale "
+                "join: a loss has a scaler of its own, which a rank that runs out of inputs does not know: scale "
                 "losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
             )
-        return [self.scalers.get(id(scaler), -1) for scaler in used]
+        return [self.scalers[id(scaler)] for scaler in used]
 
     def note_step(self, version: object) -> None:
         """A step has consumed its gradients, on all ranks. The other optimizers' gradients have not been edited, so

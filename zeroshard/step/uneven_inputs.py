@@ -56,12 +56,12 @@ class UnevenInputs:
             "present": [p.grad is not None for unit in self._engine.units for p in unit.parameters],
         }
         rows = self._engine.collectives.exchange_objects(told)
+        if any(scaler is not losses.default for scaler in losses.used):
+            raise InvalidState(
+                "Join: a loss has a scaler of its own, which a rank that runs out of inputs does not know: scale "
+                "losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
+            )
         if None in rows:
-            if any(scaler is not losses.default for scaler in losses.used):
-                raise InvalidState(
-                    "Join: a loss has a scaler of its own, which a rank that has run out of inputs does not know: "
-                    "scale losses by the optimizer's (loss_scale=, and backward(loss) without scaler=)"
-                )
             if told["weighted"] and not self.divides_by_all:
                 raise InvalidState("Join: losses with weights need divide_by_initial_world_size=True")
             if arguments:
