@@ -98,6 +98,8 @@ WRAP: dict[str, tuple[Any, Any]] = {
     "plain object": (Plain, lambda y: y.parts["hidden"]),
     "dict of another class": (lambda x: Attributes(hidden=x), lambda y: y.hidden),
     "list of another class": (lambda x: Several([x]), lambda y: y[0]),
+    "generator": (lambda x: (one for one in [x]), next),
+    "map": (lambda x: map(torch.sin, iter([x])), next),
     "set": (lambda x: {x, "text"}, lambda y: next(one for one in y if isinstance(one, Tensor))),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import FunctionType, MethodType, ModuleType
@@ -182,6 +183,9 @@ _PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 _NEVER = _PLAIN | {FunctionType, MethodType}
 """Most arguments and attributes are of these kinds, which no pytree has tensors in."""
 
+_OF_PYTHON = ("builtins", "itertools")
+"""The modules of generators, `map`, `zip`, and the iterators of lists."""
+
 _MANY = 32
 """So many parts are looked at all at once first."""
 
@@ -190,6 +194,8 @@ _CONTAINERS = (list, tuple, set, frozenset)
 
 def _parts_of_other(tree: Any) -> list[Any]:
     """What is in a tree that is no plain list, tuple or dict."""
+    if isinstance(tree, Iterator) and type(tree).__module__ in _OF_PYTHON:
+        return gc.get_referents(tree)  # what it holds, without a step of it: the locals of a generator
     leaves = _level_of(tree)
     if len(leaves) != 1 or leaves[0] is not tree:  # another kind of tree
         return leaves
