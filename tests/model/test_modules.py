@@ -99,7 +99,7 @@ WRAP: dict[str, tuple[Any, Any]] = {
     "dict of another class": (lambda x: Attributes(hidden=x), lambda y: y.hidden),
     "list of another class": (lambda x: Several([x]), lambda y: y[0]),
     "generator": (lambda x: (one for one in [x]), next),
-    "map": (lambda x: map(torch.sin, iter([x])), next),
+    "zip": (lambda x: zip([x], ["text"], strict=True), lambda y: next(y)[0]),
     "set": (lambda x: {x, "text"}, lambda y: next(one for one in y if isinstance(one, Tensor))),
 }
 
