@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import sys
 import threading
 import time
 from pathlib import Path
@@ -308,6 +309,29 @@ def test_nobody_waits_for_the_answers_of_a_store_that_is_gone() -> None:
     for thread in threads:
         thread.join()
     assert len(refused) == 3 and line.gone and time.monotonic() - start < AT_ONCE
+
+
+def test_a_look_at_the_silence_survives_a_save_that_begins() -> None:
+    """The guard of the watch looks, and ended for good if another thread attended a store between two lines of that."""
+    line = StoreLine(HashStore(), lambda store: None, 1000.0)
+    kept = [line.attend(HashStore())]
+
+    def attend(frame: Any, event: str, argument: Any) -> Any:
+        """Before each line of the look, also of a set that it loops over."""
+        if frame.f_code.co_name not in ("silent_for", "__iter__"):
+            return None
+        if event == "line":
+            kept.append(line.attend(HashStore()))
+        return attend
+
+    kept[0].asked = line.clock.seconds() - 5.0
+    sys.settrace(attend)
+    try:
+        assert line.silent_for() > 4.0
+    finally:
+        sys.settrace(None)
+    assert len(kept) > 1
+    line.close(lambda store: None, AT_ONCE)
 
 
 def test_nothing_is_written_after_the_last_word() -> None:
