@@ -58,6 +58,11 @@ class Seen:
             self.changed = now
         self.beat, self.looked = beat, now
 
+    def where_since(self, number: int | None) -> str:
+        """Where it is; "last seen at ..." if its last heartbeat has this number (None: none has come)."""
+        is_old = number in (None, self.beat.number) and self.beat.where not in (OUTSIDE, GIVING_UP)
+        return f"last seen {self.beat.where}" if is_old else self.beat.where
+
     @property
     def has_left(self) -> bool:
         """Whether it has ended its work without an error."""

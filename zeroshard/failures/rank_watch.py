@@ -236,8 +236,7 @@ class Watch:
 
     def last_seen(self, rank: int) -> str:
         """Where another rank is: asks it for a heartbeat. "last seen at ..." if none has come for two rounds."""
-        look, end = partial(self._peers.look, ranks=[rank]), time.monotonic() + 2 * BEAT_SECONDS
-        before: int | None = None
+        look, end, before = partial(self._peers.look, ranks=[rank]), time.monotonic() + 2 * BEAT_SECONDS, None
         with suppress(Silent):
             self.line.ask(look, PATIENCE_SECONDS)
             before = self._peers.seen(rank).beat.number
@@ -245,9 +244,7 @@ class Watch:
             while self._peers.seen(rank).beat.number == before and time.monotonic() < end:
                 time.sleep(0.02)
                 self.line.ask(look, PATIENCE_SECONDS)
-        beat = self._peers.seen(rank).beat
-        is_old = before in (None, beat.number) and beat.where not in (OUTSIDE, GIVING_UP)
-        return f"last seen {beat.where}" if is_old else beat.where
+        return self._peers.seen(rank).where_since(before)
 
     # When the bell has rung ------------------------------------------------------------------------------------------
 

@@ -116,9 +116,7 @@ def load_full_state(engine: Engine, state: object, *, strict: bool, from_rank0: 
         if not has_state:
             return {}, IncompatibleKeys([], [])
         if not isinstance(state, (Mapping, type(None))):
-            hint = ". A folder that zeroshard.save has written is for zeroshard.load(directory, handle)"
-            is_path = isinstance(state, (str, os.PathLike))
-            raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}{hint if is_path else ''}")
+            raise InvalidValue(f"expected a dict of tensors, found a {type(state).__name__}{_hint_for(state)}")
         given = {plain_name(str(name)): value for name, value in (state or {}).items()}
         keys, problem = _compare(engine, names, given, strict=strict)
         if problem and not given and not from_rank0:
@@ -250,3 +248,9 @@ def _broadcast(
             view.copy_(given[name])
     gatherer.collectives.broadcast([full])
     return [None if name is None else view for name, view in zip(of_unit, views, strict=True)]
+
+
+def _hint_for(state: object) -> str:
+    """What to write for something that is no state dict: the end of a message."""
+    is_path = isinstance(state, (str, os.PathLike))
+    return ". A folder that zeroshard.save has written is for zeroshard.load(directory, handle)" if is_path else ""
