@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zeroshard
 from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
+from zeroshard.storage.weights import Weights
 
 WIDTH, CALLS = 6, 30
 
@@ -81,6 +82,35 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(x)
     return out
+
+
+@pytest.mark.by_cpu
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+@on_ranks(2)
+def test_no_thread_evaluates_while_another_one_shows_weights(rank: int, plan: str) -> None:
+    """An evaluation looked at the weights while a state dict, or a read, showed them: it raised that their data have
+    been replaced."""
+    model, handle, optimizer = start(plan)
+    lock, own, may_evaluate = handle.engine.schedule.running.lock, Weights.show, list[bool]()
+
+    def look() -> bool:
+        if not lock.acquire(blocking=False):
+            return False
+        lock.release()
+        return True
+
+    def show(weights: Weights) -> None:
+        if not weights.shown:
+            may_evaluate.extend(at_once(look))
+        own(weights)
+
+    for read in (model.state_dict, handle.full_state_dict, lambda: model.layers[0][0].weight.sum()):
+        train(model, optimizer, rank, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Weights, "show", show)
+            read()
+        assert may_evaluate and not any(may_evaluate), read
+        may_evaluate.clear()
 
 
 @on_ranks(2)

@@ -20,8 +20,9 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -88,9 +89,11 @@ class Gatherer:
         number_of: unit -> the number of its last gather.
         before_wait: called before this rank waits for peers that are not at a gather yet.
         turns: which unit uses which pool buffer.
+        lock: of the running calls; also held where weights are shown between them, as other threads may evaluate.
     """
 
     during = staticmethod(_during)
+    lock: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self, units: Sequence[Unit], collectives: Collectives, pool: Pool) -> None:
         self.units, self.collectives = units, collectives
@@ -120,8 +123,7 @@ class Gatherer:
 
     def begin_forward(self) -> None:
         """Called before a forward of the model. Weights that rest in full may be read by modules of other units (a head
-        that uses the weight of a layer). If a unit's own modules are not called, no hook waits for its weights, so
-        they are waited for here."""
+        that uses the weight of a layer). Where a unit's own modules are not called, no hook waits for its weights."""
         self._wait_for_readers()
         for unit in self._uncalled:
             if unit.weights.state is Residency.GATHERING:
@@ -296,7 +298,7 @@ class Gatherer:
                 with torch.no_grad():
                     self._unshard(unit, self.during())
         elif is_own_thread and unit not in self._begun and unit.weights.state is not Residency.SHARDED:
-            with torch.no_grad():
+            with self.lock, torch.no_grad():
                 self._show(unit.weights)
 
     def forget_order(self) -> None:
@@ -316,12 +318,13 @@ class Gatherer:
 
     def settle(self) -> None:
         """Like `finish`, and show weights that rest in full."""
-        self.finish()
-        self._wait_for_readers()
-        for unit in self.units:
-            if unit.weights.is_resting_in_full:
-                unit.weights.expect_in_place()
-                unit.weights.show()
+        with self.lock:
+            self.finish()
+            self._wait_for_readers()
+            for unit in self.units:
+                if unit.weights.is_resting_in_full:
+                    unit.weights.expect_in_place()
+                    unit.weights.show()
 
     @phase("unshard", of_unit=True)
     def unshard(self, unit: Unit, *, apart: bool = False) -> None:

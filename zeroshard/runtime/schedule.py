@@ -65,7 +65,7 @@ class Schedule(NotCopied):
     def lead_to(self, gatherer: Gatherer, reducer: Reducer) -> None:
         """Let the hooks call this gatherer and this reducer."""
         self.gatherer, self.reducer = gatherer, reducer
-        self.walk.gatherer = gatherer
+        self.walk.gatherer, gatherer.lock = gatherer, self.running.lock
         reducer.to_come, gatherer.before_wait = self.walk.to_come, reducer.read_peers
 
     # Forward -----------------------------------------------------------------------------------------------------
