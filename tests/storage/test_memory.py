@@ -263,6 +263,22 @@ def test_deleting_model_handle_and_optimizer_frees_every_byte() -> None:
     run_ranks(check, 2)
 
 
+def test_the_class_of_an_absent_parameter_keeps_no_unit_alive() -> None:
+    """A free-threaded Python 3.13 frees no class."""
+
+    def check(rank: int) -> None:
+        for plan in (zeroshard.ZERO1, zeroshard.ZERO2, zeroshard.ZERO3):
+            model, handle, optimizer = trained(plan, None, rank)
+            classes = [unit.weights.absent.class_of(nn.Parameter) for unit in handle.engine.units]
+            units = [weakref.ref(unit) for unit in handle.engine.units]
+            handle.close()
+            del model, handle, optimizer
+            gc.collect()
+            assert [unit() for unit in units] == [None] * len(classes), plan
+
+    run_ranks(check, 2)
+
+
 def test_a_reference_left_behind_keeps_its_bytes() -> None:
     """The negative control: a reference to one unit keeps storages alive, which the check above would detect."""
 
@@ -275,6 +291,7 @@ def test_a_reference_left_behind_keeps_its_bytes() -> None:
         assert sum(kept.values()) >= 4 * left_behind.layout.shard_numel
         del model, handle, optimizer
         left = {at: size for at, size in live_storages().items() if at not in before}
-        assert kept.items() <= left.items()
+        # Addresses: rank 0's shard has that of the common memory in which it lies, and either may be found last.
+        assert kept.keys() <= left.keys()
 
     run_ranks(check, 2)

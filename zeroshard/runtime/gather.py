@@ -119,7 +119,7 @@ class Gatherer:
         bring = torch.compiler.disable(_bring)  # type: ignore[no-untyped-call]
         for unit in units:
             if unit not in requests or unit.spec.is_part:
-                unit.weights.absent.bring = partial(bring, weakref.ref(self), unit)
+                unit.weights.absent.bring = partial(bring, weakref.ref(self), weakref.ref(unit))
 
     def begin_forward(self) -> None:
         """Called before a forward of the model. Weights that rest in full may be read by modules of other units (a head
@@ -446,7 +446,8 @@ def _parts_behind(units: Sequence[Unit]) -> dict[Unit | None, list[Unit]]:
     return found
 
 
-def _bring(gatherer: weakref.ref[Gatherer], unit: Unit) -> None:
-    """Called by an absent parameter. Weak: a parameter may outlive the model, and must not keep its memory alive."""
-    if (living := gatherer()) is not None:
-        living.bring(unit)
+def _bring(gatherer: weakref.ref[Gatherer], unit: weakref.ref[Unit]) -> None:
+    """Called by an absent parameter. Weak: a parameter, and its class, which a free-threaded Python 3.13 never frees,
+    may outlive the model, and must not keep its memory alive."""
+    if (living := gatherer()) is not None and (of := unit()) is not None:
+        living.bring(of)
