@@ -112,7 +112,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--json", type=Path, help="write all times and losses to this file")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(tied=False, clip=0.0, device="cpu", other=None, starts=1, messages=False)
+    parser.set_defaults(model="gpt", tied=False, clip=0.0, device="cpu", other=None, starts=1, messages=False)
     options = parser.parse_args()
     if options.steps < 2 or options.hosts < 2:
         parser.error("--steps and --hosts must be at least 2")
