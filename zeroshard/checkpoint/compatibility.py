@@ -27,6 +27,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.runtime.engine import Engine
 from zeroshard.step.assignment import Options
+from zeroshard.step.inner import small
 from zeroshard.step.steppers import expect_to_step
 
 Pairs = Sequence[tuple[ShardedOptimizer, dict[str, Any]]]
@@ -191,9 +192,7 @@ def _examples(manifest: Manifest, entries: Iterable[SavedEntry]) -> dict[str, An
     """The state of a parameter, with other values."""
     kinds = {"number": 1.0, "value": None}
     return {
-        entry.key: kinds[entry.kind]
-        if entry.kind in kinds
-        else torch.empty(manifest.tensors[entry.tensor].shape, device="meta")
+        entry.key: kinds[entry.kind] if entry.kind in kinds else small(manifest.tensors[entry.tensor].shape)
         for entry in entries
     }
 
@@ -204,7 +203,7 @@ def _compare_options(
     """Returns the saved ones, with other values of tensors."""
 
     def example(name: str) -> Tensor:
-        return torch.ones(manifest.tensors[name].shape, device="cpu")
+        return small(manifest.tensors[name].shape)
 
     saved = saved_options(saved_group, optimizer.groups.classes.of_groups[index], example)
     for key, value in saved.items():

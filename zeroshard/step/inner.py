@@ -390,7 +390,7 @@ def step_raises(
         state: of one parameter, of that shape.
     """
     with trial(), torch.no_grad():
-        tiny = _tiny(torch.ones(shape, device="meta")).requires_grad_()
+        tiny = small(shape).requires_grad_()
         of_class, defaults = assignment.optimizer_class, assignment.defaults
         try:
             made = stepped_for_trial(built_for_trial(of_class, defaults, [tiny], for_trial(options)), [tiny], 2)
@@ -421,9 +421,12 @@ def _tiny(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     dtype = torch.float32 if value.is_floating_point() else value.dtype
-    if value.numel() == 1 and not value.is_meta:
-        return value.detach().to("cpu", dtype, copy=True)
-    return torch.ones([min(size, 3) for size in value.shape], dtype=dtype, device="cpu")
+    return value.detach().to("cpu", dtype, copy=True) if value.numel() == 1 else small(value.shape, dtype)
+
+
+def small(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor of ones for trials, of a shape like this one."""
+    return torch.ones([min(size, 3) for size in shape], dtype=dtype, device="cpu")
 
 
 def is_elementwise_state(optimizer_class: OptimizerClass, options: Options, defaults: Options) -> dict[str, bool]:
