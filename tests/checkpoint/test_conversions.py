@@ -228,7 +228,7 @@ class NewStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage().data_ptr() not in given:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
                 self.largest = max(self.largest, x.untyped_storage().nbytes())
         return result
 
