@@ -317,11 +317,11 @@ def expect_to_step(
         ValueError: a step with them would raise, on the ranks that have a part of the parameter.
     """
     tried = set[tuple[Any, ...]]()
+    kinds = [str([*map(kinds_of, of_group)]) for of_group in zip(options, saved, strict=True)]
     for stepper in steppers:
         for member in stepper.assignment.members():
             items, group, shape = dict(state.get(member.parameter) or {}), member.group, member.slot.shape
-            kinds = str([*map(kinds_of, (options[group], saved[group]))])
-            form = stepper, kinds, frozenset(items), tuple(min(size, 3) for size in shape)
+            form = stepper, kinds[group], frozenset(items), tuple(min(size, 3) for size in shape)
             if form in tried:
                 continue
             tried.add(form)

@@ -93,7 +93,6 @@ class Gradients:
         self.ready: set[int] = set()
         self.present: set[int] = set()
         self.waiting: set[int] = set()
-        self._first: tuple[set[int], Tensor, Tensor] | None = None  # of these slots: first elements, as many zeros
         self.sum_only(set(range(len(buffer.layout.slots))))
 
     @property
@@ -211,12 +210,9 @@ class Gradients:
         0.0 if it is -0.0. So all ranks see in the sum whether any of them had a gradient, even one of zeros."""
         full = self.buffer.full
         assert full is not None, "a mean that all ranks hold in full begins as a sum in full"
-        if self._first is None or self._first[0] != self.present:
-            places = [self.buffer.layout.slots[index].world for index in sorted(self.present)]
-            first = on_device([place.start for place in places if place.numel], full.device)
-            self._first = set(self.present), first, full.new_zeros(len(first))
-        _, first, zeros = self._first
-        full.index_add_(0, first, zeros)
+        places = [self.buffer.layout.slots[index].world for index in self.present]
+        first = on_device([place.start for place in places if place.numel], full.device)  # not kept: bytes of no plan
+        full.index_add_(0, first, full.new_zeros(()).expand(len(first)))
 
     def is_nothing(self, gradient: Tensor) -> Tensor:
         """Whether no rank had a gradient of a slot, by its mean over ranks. 0-d. (A mean may round to -0.0.)"""
