@@ -239,6 +239,26 @@ def test_an_allocation_by_the_engine_is_seen() -> None:
     run_ranks(check, 2)
 
 
+@pytest.mark.by_gloo
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_units_of_many_parameters_keep_nothing_for_each(plan: str) -> None:
+    """But for one element each, which stands for the parameter while it is absent."""
+
+    def check(rank: int) -> None:
+        gc.freeze()
+        before = live_storages()
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+        handle = zeroshard.shard(model, plan)
+        optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 8) + rank).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expect_accounted(handle, before, stray=60 * 4, looks=300)
+
+    run_ranks(check, 2)
+
+
 # Freeing --------------------------------------------------------------------------------------------------------------
 
 
