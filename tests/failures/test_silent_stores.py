@@ -137,7 +137,7 @@ def starting_rank(rank: int, mark: Callable[[], Any], place: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     if place == "in init":
-        watch.start = lambda: (stop(), start())[1]
+        watch.start = lambda **options: (stop(), start(**options))[1]
     init(silence=3.0)
     if place == "after init":
         stop()

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class Launched:
     """The launchers on the hosts, and the ranks that they have started.
 
     Attributes:
+        variables: of the environment of all launchers.
         launchers: of each host, the last one.
     """
 
@@ -35,6 +36,7 @@ class Launched:
     per_host: int = 1
     restarts: int = 0
     forked: bool = True
+    variables: Mapping[str, str] = field(default_factory=dict)
     launchers: dict[int, subprocess.Popen[Any]] = field(default_factory=dict)
 
     @property
@@ -48,10 +50,8 @@ class Launched:
         counts = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={self.per_host}"]
         command = [sys.executable, "-m", "torch.distributed.run", *counts, *rendezvous]
         command += [f"--max-restarts={self.restarts}", "--monitor-interval=0.1", "-m", PROGRAMS, *self.program]
-        # See docs/clusters.md, "When a machine fails".
-        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.restarts else None
         host = self.hosts[number]
-        self.launchers[number] = host.start(command, forked=self.forked, log=LOG, variables=variables)
+        self.launchers[number] = host.start(command, forked=self.forked, log=LOG, variables=self.variables)
 
     def wait_until(self, happened: Callable[[], object]) -> None:
         """Wait for an event that the ranks cause; fails if a launcher ends before it."""
@@ -119,10 +119,17 @@ class Launched:
 
 
 def launch(
-    hosts: Hosts, name: str, *, per_host: int = 1, restarts: int = 0, forked: bool = True, **arguments: Any
+    hosts: Hosts,
+    name: str,
+    *,
+    per_host: int = 1,
+    restarts: int = 0,
+    forked: bool = True,
+    variables: Mapping[str, str] | None = None,
+    **arguments: Any,
 ) -> Launched:
     """Run `programs.{name}(**arguments)` on all hosts. `forked`: as of `Host.start`."""
-    launched = Launched(hosts, [name, json.dumps(arguments)], per_host, restarts, forked)
+    launched = Launched(hosts, [name, json.dumps(arguments)], per_host, restarts, forked, variables or {})
     for host in hosts:
         launched.start(host.number)
     return launched

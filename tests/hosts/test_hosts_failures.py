@@ -99,8 +99,9 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on(uninterrupted: State) ->
 
 def test_a_host_that_comes_back_takes_part_again(uninterrupted: State) -> None:
     """The launcher on the other host waits for it."""
+    joins = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/clusters.md, "When a machine fails"
     with Hosts(2) as hosts:
-        launched = launch(hosts, "resumable", restarts=2, num_steps=STEPS, stand_still_at=SAVED)
+        launched = launch(hosts, "resumable", restarts=2, variables=joins, num_steps=STEPS, stand_still_at=SAVED)
         launched.wait_until(lambda: launched.number(1, "pid") > 0)
         hosts.kill(1)
         hosts.boot(1)

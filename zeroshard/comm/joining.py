@@ -6,23 +6,27 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.errors import InvalidState, InvalidValue, TookTooLong
 from zeroshard.failures import watch
-from zeroshard.failures.found import has_one_launcher, is_refused, stopped_of_this_job, wake
+from zeroshard.failures.bell import connection_of_its_own
+from zeroshard.failures.found import has_one_launcher, is_refused, launcher_holds_store, stopped_of_this_job, wake
 from zeroshard.failures.lost import LostPeer
 from zeroshard.failures.processes import Who, descends_from
 from zeroshard.io.logger import LOGGER, tell
 from zeroshard.ranks.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
 from zeroshard.ranks.groups import default_group
+from zeroshard.ranks.names import NAMES, answering, ask_for_name, new_name
 
 
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:
@@ -57,11 +61,12 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise InvalidValue(f"timeout must be positive, found {timeout.total_seconds()} s")
-    if not dist.is_initialized():
+    if is_new := not dist.is_initialized():
         _expect_no_copy()
+        watch.stop()  # of a group that the program has left: it holds the store, with that group's keys
         _join(backend, timeout)
     _mark()
-    watch.start()
+    watch.start(is_new=is_new)
     device = device_for(default_group(), None)
     rank, group = dist.get_rank(), dist.get_backend_config(default_group())
     tell(rank, "%d ranks by %s, each on its %s", dist.get_world_size(), group, device.type)
@@ -119,10 +124,8 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     stopped, why = dict[int, Who](), "the store of the process group did not answer"
     try:
         with _waking(stopped, timeout.total_seconds()):
-            if (store := _store_of_this_attempt(world_size)) is not None:
+            with _meeting(rank, world_size, timeout) as store:
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-            else:
-                dist.init_process_group(backend, **options)
         if not stopped:
             return
     except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
@@ -130,6 +133,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         if problem := shared_device(error):
             raise InvalidValue(problem) from None
         why = (str(error).splitlines() or [""])[0].rstrip(".")
+        why = "timed out: rank 0 has not answered" if NAMES in why else why
         is_late = bool(stopped) or re.search(r"tim(ed|e) ?out", why, re.IGNORECASE)
         stopped |= found
         if not is_late:
@@ -215,12 +219,41 @@ def _for_nccl(timeout: timedelta) -> dict[str, Any]:
     return {"pg_options": options, "device_id": torch.device("cuda", torch.cuda.current_device())}
 
 
-def _store_of_this_attempt(world_size: int) -> Store | None:
-    """The store for ranks that the elastic launcher has restarted, with a prefix per attempt: the launcher's store
-    still holds the addresses of the ended processes (pytorch/pytorch#135712). None for the first attempt, and with
-    several launchers: only with one launcher do all ranks have the same attempt number."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or not has_one_launcher(world_size):
-        return None
-    store = TCPStore(*_store_place(), is_master=False)
-    return PrefixStore(f"attempt-{attempt}", store)
+_PAUSE = 0.05
+_last_name = ""
+
+
+@contextmanager
+def _meeting(rank: int, world_size: int, timeout: timedelta) -> Iterator[Store]:
+    """The store of the launcher, with a name in front of its keys that these ranks have for this group only. Rank 0
+    answers inside of the block: the others may come while it waits for them."""
+    global _last_name
+    if rank > 0:
+        store, name = _asked(rank, time.monotonic() + timeout.total_seconds())
+        answers: AbstractContextManager[None] = nullcontext()
+    else:
+        store, name = _launchers_store(timeout), new_name()
+        answers = answering(connection_of_its_own(store), world_size, name) if world_size > 1 else nullcontext()
+    with answers:
+        store.set_timeout(timeout)
+        yield PrefixStore(f"zeroshard/{name}", store)
+    _last_name = name
+
+
+def _asked(rank: int, end: float) -> tuple[Store, str]:
+    """The store and the name, on a rank other than 0, until the time `end`."""
+    while True:
+        left = timedelta(seconds=max(1.0, end - time.monotonic()))
+        try:
+            return (store := _launchers_store(left)), ask_for_name(store, rank, _last_name)
+        except dist.DistNetworkError:
+            # Rank 0 has held it for an earlier group, which it has left only now. It comes with another one.
+            if launcher_holds_store() or time.monotonic() > end:
+                raise
+            time.sleep(_PAUSE)
+
+
+def _launchers_store(timeout: timedelta) -> Store:
+    store: Store = next(rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store

@@ -173,6 +173,7 @@ class Bell:
                     if not self._closed.is_set():
                         self._heard(cast(Store, self._store))
                         self._tell()
+            self._store.let_go()
         except Exception as error:
             if error is not self._store.error:  # a fault of ours, which says nothing about the store
                 raise

@@ -53,10 +53,20 @@ def _is_of_ranks(error: BaseException) -> bool:
     return type(error).__module__.startswith(_OF_RANKS)  # LostPeer, OutOfOrder, ...: it names the others itself
 
 
+def handles_error(thread: int | None) -> bool:
+    """Whether a thread handles any error: in an `except`, a `finally`, an `__exit__`."""
+    return _current_error(thread) is not None
+
+
 def handled_error(thread: int | None) -> BaseException | None:
-    """The error that a thread handles: in an `except`, a `finally`, an `__exit__`."""
+    """The error of this rank's own that a thread handles."""
+    return own_error(_current_error(thread))
+
+
+def _current_error(thread: int | None) -> BaseException | None:
     found: Any = sys._current_exceptions().get(thread or 0)
-    return own_error(found[1] if isinstance(found, tuple) else found)  # a tuple in Python 3.11
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # a tuple in Python 3.11
+    return error
 
 
 def in_one_line(error: BaseException) -> str:

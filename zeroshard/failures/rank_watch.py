@@ -24,6 +24,7 @@ from zeroshard.failures.blame import GIVING_UP, OUTSIDE
 from zeroshard.failures.found import has_one_launcher, without_prefixes
 from zeroshard.failures.heartbeat import BEAT_SECONDS, Due, Heartbeats
 from zeroshard.failures.lost import LostPeer, handled_error, in_one_line, is_of_others, own_error
+from zeroshard.failures.membership import Membership
 from zeroshard.failures.notices import Beat, Cause, Notices
 from zeroshard.failures.peers import Peers
 from zeroshard.failures.positions import HERE, ON_WATCH
@@ -31,6 +32,7 @@ from zeroshard.failures.processes import Who
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
 from zeroshard.failures.whereabouts import frame_of, only_saves, waits_in_vain, where
 from zeroshard.ranks.backends import backends_of
+from zeroshard.ranks.clock import Clock
 from zeroshard.ranks.pipes import interrupt_all
 
 GRACE_SECONDS = 2.0
@@ -50,7 +52,6 @@ _CLOSED = re.compile(r"closed by|reset by peer|broken pipe", re.IGNORECASE)
 _HOLDER_ENDED = "the launcher or rank 0, whichever held it, has ended, or its host has been shut down"
 _TAG = 31_333
 """A tag that no rank sends with (see `interrupt_gloo`)."""
-_PREFIX = "zeroshard/watch"
 _OTHERS_PATIENCE = 8 * BEAT_SECONDS
 """How long a rank waits for the finding of another rank that has timed out, too, and reads all heartbeats."""
 
@@ -67,12 +68,13 @@ class Watch:
         line: makes the calls to the store.
         bell: wakes this rank when another rank has news for it.
         beats: number of rounds so far; a round writes a heartbeat if one is due.
-        of_store: the store that the watch was started for.
+        of: the group that the watch was started for. It ends when the program has destroyed the group.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, of: Membership, timeout: float) -> None:
         """`timeout`: of collectives, in seconds; a store that has not answered for this long is lost."""
-        self.rank, self.world_size, self.pid, self.of_store = rank, world_size, os.getpid(), store
+        self.rank, self.world_size = rank, world_size = of.rank, of.world_size
+        self.pid, self.of, store = os.getpid(), of, of.store
         self._notices = Notices(rank, world_size)
         self._heart = Heartbeats(rank, self._notices, timeout)
         self._peers = Peers(rank, world_size, self._notices, Who.this(self._heart.card))
@@ -81,11 +83,11 @@ class Watch:
         self._ending = threading.Event()
         self._reported = self._said = False
         try:
-            own = PrefixStore(_PREFIX, connection_of_its_own(store, timeout))
+            own = PrefixStore(of.prefix, connection_of_its_own(store, timeout))
             self.line = StoreLine(own, self._beat, BEAT_SECONDS)
             self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
             further = connection_of_its_own(store, timeout)
-            self.bell = Bell(further, _PREFIX, self._notices.bell, self._hear_bell, BEAT_SECONDS)
+            self.bell = Bell(further, of.prefix, self._notices.bell, self._hear_bell, BEAT_SECONDS)
         except (Silent, TookTooLong) as error:
             why = self._give_up_start()
             if isinstance(error, Closed):
@@ -97,8 +99,8 @@ class Watch:
 
     def _give_up_start(self) -> str:
         """Wake who has stopped, and tell the others. Returns why the store has not answered."""
-        why = self._peers.why_silent(self.of_store)
-        self._peers.wake(self.of_store)
+        why = self._peers.why_silent(self.of.store)
+        self._peers.wake(self.of.store)
         with suppress(AttributeError, Silent):  # there is no line yet, or nobody to wake
             self.line.close(partial(self._announce_found, cause=Cause(self.rank, f"failed: {why}")), PATIENCE_SECONDS)
         return why
@@ -106,9 +108,16 @@ class Watch:
     def close(self) -> None:
         """End the watch of a rank whose work is done."""
         self._ending.set()
-        self._guard.join(2 * BEAT_SECONDS)
+        if threading.current_thread() is not self._guard:
+            self._guard.join(2 * BEAT_SECONDS)
+        with self.of.ending:
+            if self.of.store is not None:
+                self._close()
+
+    def _close(self) -> None:
         if self._has_failed:  # the guard may not have come to it
-            self._peers.wake(self.of_store)
+            self._peers.wake(self.of.store)
+        self.of.answer_no_more()
         self.bell.close()
         self.ring([self.rank])
         self.bell.join(2 * BEAT_SECONDS)
@@ -117,6 +126,7 @@ class Watch:
             # would replace it, and the other ranks would take the end of this process for its death. After a failure
             # they leave, too, and the store may be what has failed.
             self.line.close(self._leave, PATIENCE_SECONDS if self._has_failed else LEAVING_SECONDS)
+        self.of.end()
 
     @property
     def _has_failed(self) -> bool:
@@ -182,7 +192,8 @@ class Watch:
         if cause is not None:
             return LostPeer.because(cause)
         closed = error is not None and bool(_CLOSED.search(str(error)))
-        found = [*self._own_stop(), *self._whom_to_blame(closed=closed)]
+        stop = _own_stop(self.line.clock, self._heart.pace.timeout)
+        found = [*(f"rank {self.rank} ({self._peers.me}) {said}" for said in stop), *self._whom_to_blame(closed=closed)]
         self._ask(self._notices.has_looked, None)
         return LostPeer("; ".join(found) or "nobody knows why", None, found)
 
@@ -297,6 +308,8 @@ class Watch:
         while not self._ending.wait(BEAT_SECONDS / 2):
             if self._cause is not None:
                 return self._end(self._cause)
+            if self.of.is_left():
+                return self.close()
             since = HERE.device_since
             if since is not None and time.monotonic() - since > BEFORE_TIMEOUT * self._heart.pace.timeout:
                 # Only asks its own line, and with patience: see `_ask`.
@@ -309,7 +322,7 @@ class Watch:
                 continue  # a wait for a device may still have to end
             silent = self.line.silent_for()
             if silent > GRACE_SECONDS and not is_noted:
-                self._peers.note_stopped(self.of_store)
+                self._peers.note_stopped(self.of.store)
             is_noted = silent > GRACE_SECONDS
             if silent > self._heart.pace.timeout or (silent > GRACE_SECONDS and self._peers.holder_ended):
                 return self._end(Cause("", self._on_silence()))
@@ -319,7 +332,7 @@ class Watch:
         """Interrupt the main thread's waits in gloo so that it can end by itself; end the process after the grace
         period."""
         self._cause = cause
-        self._peers.wake(self.of_store)
+        self._peers.wake(self.of.store)
         interrupt_all()
         interrupt_gloo()
         if self._ending.wait(GRACE_SECONDS):
@@ -359,7 +372,7 @@ class Watch:
 
     def _announce(self, cause: Cause) -> None:
         self._ask(partial(self._notices.announce, cause=cause), None)
-        self._peers.wake(self.of_store)
+        self._peers.wake(self.of.store)
 
     def _show_handled(self, error: BaseException | None) -> None:
         """Print the error that this rank was handling while it waited: often the first one of all. (A `finally:` that
@@ -387,25 +400,13 @@ class Watch:
                 return self._peers.blame(closed=closed, timeout=self._heart.pace.timeout)
             time.sleep(BEAT_SECONDS / 2)
 
-    def _own_stop(self) -> list[str]:
-        """A line if this rank was stopped for so long that its own wait, or that of a rank which was stopped with it,
-        has ended. (gloo counts that time, too; `Patience` does not.)"""
-        (noticed, seconds), timeout = self.line.clock.stop, self._heart.pace.timeout
-        # A wait that began meanwhile has ended since, and this rank has waited for what another one finds.
-        if seconds < timeout / 2 or time.monotonic() - noticed > 2 * timeout + _OTHERS_PATIENCE:
-            return []
-        return [
-            f"rank {self.rank} ({self._peers.me}) did not run for {seconds:.0f} s: a signal stopped it (Control-Z, a "
-            f"job that is suspended, a container that is paused), and a collective takes {timeout:.0f} s at most"
-        ]
-
     def _on_silence(self) -> str:
-        store = f"the store of the process group{_address(self.of_store)}"
-        if self.line.gone and can_wait(self.of_store):
+        store = f"the store of the process group{_address(self.of.store)}"
+        if self.line.gone and can_wait(self.of.store):
             return f"{store} has closed its connections: {_HOLDER_ENDED}"
         if self.line.gone:
             return f"{store} has failed: {self.line.error}"
-        why = self._peers.why_silent(self.of_store)
+        why = self._peers.why_silent(self.of.store)
         return f"{store} has not answered for {self.line.silent_for():.0f} s: {why}"
 
 
@@ -433,6 +434,19 @@ def interrupt_gloo() -> None:
                 # gloo has no call that interrupts a wait. But a receive that times out makes gloo close all connections
                 # of the group, and all waits on them raise.
                 group.recv([torch.empty(1, device="cpu")], peer, _TAG).wait(timedelta(milliseconds=1))
+
+
+def _own_stop(clock: Clock, timeout: float) -> list[str]:
+    """What to say of this rank if it was stopped for so long that its own wait, or that of a rank which was stopped
+    with it, has ended. (gloo counts that time, too; `Patience` does not.)"""
+    noticed, seconds = clock.stop
+    # A wait that began meanwhile has ended since, and this rank has waited for what another one finds.
+    if seconds < timeout / 2 or time.monotonic() - noticed > 2 * timeout + _OTHERS_PATIENCE:
+        return []
+    return [
+        f"did not run for {seconds:.0f} s: a signal stopped it (Control-Z, a job that is suspended, a container that "
+        f"is paused), and a collective takes {timeout:.0f} s at most"
+    ]
 
 
 def _address(store: Any) -> str:

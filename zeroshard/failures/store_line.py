@@ -44,7 +44,8 @@ class Attended:
     """
 
     def __init__(self, store: Store, clock: Clock | None = None) -> None:
-        self._store, self._clock = store, clock or Clock()
+        self._store: Store | None = store
+        self._clock = clock or Clock()
         self.asked: float | None = None
         self.error: Exception | None = None
 
@@ -60,6 +61,10 @@ class Attended:
                 self.asked = None
 
         return call
+
+    def let_go(self) -> None:
+        """Hold the store no longer: a TCPStore ends with its last holder. There are no calls after this."""
+        self._store = None
 
 
 class StoreLine:
@@ -153,8 +158,8 @@ class StoreLine:
             except Exception as error:
                 future.set_exception(error)
             if job is self._last:  # here, not by a further job: a beat may be due already
-                return
-        self._refuse_all()
+                return self._store.let_go()
+        return self._refuse_all()
 
     def _refuse_all(self) -> None:
         """The store is gone: whoever waits for a queued job need not wait on."""

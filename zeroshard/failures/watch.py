@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from zeroshard.errors import InvalidState
 from zeroshard.failures.blame import GIVING_UP, OUTSIDE
 from zeroshard.failures.lost import LostPeer, is_of_others
+from zeroshard.failures.membership import Membership
 from zeroshard.failures.positions import HERE, Wait, in_short
 from zeroshard.failures.rank_watch import FAILED, Watch, where_it_trains
 from zeroshard.failures.store_line import Attended
@@ -48,18 +49,20 @@ NO_WATCH = (
 )
 
 
-def start() -> None:
-    """Start the watch over the ranks of the default process group. No effect in a world of one rank, or if it runs."""
+def start(*, is_new: bool = False) -> None:
+    """Start the watch over the ranks of the default process group. No effect in a world of one rank, or if it runs.
+    `is_new`: its store has keys of this group only."""
     global _current
     store = _get_default_store()
-    if (watch := current()) is not None and watch.of_store is store:
+    if (watch := current()) is not None and watch.of.store is store:
         return
     stop()
     backends = backends_of(group := dist.distributed_c10d._get_default_group())
     if dist.get_world_size() > 1 and not moves_nothing(group):
         _expect_threads()
-        timeout = timeout_of(group, torch.device(next(iter(backends), "cpu")))
-        _current = Watch(store, dist.get_rank(), dist.get_world_size(), timeout.total_seconds())
+        timeout = timeout_of(group, torch.device(next(iter(backends), "cpu"))).total_seconds()
+        _current = Watch(Membership(group, store, timeout, is_new=is_new), timeout)
+        atexit.unregister(at_exit)  # of an earlier watch
         atexit.register(at_exit)
         _hooks.install()
 
@@ -80,7 +83,7 @@ def current() -> Watch | None:
     # [Note: forked workers]
     # A DataLoader forks by default (pytorch/pytorch#138957). A worker inherits its parent's objects and sockets, but
     # not its threads. It must neither beat nor report, nor wait for a message: it would use its parent's connections.
-    return _current if _current is not None and _current.pid == os.getpid() else None
+    return _current if _current is not None and _current.pid == os.getpid() and _current.of.store is not None else None
 
 
 def stop() -> None:

@@ -75,6 +75,11 @@ def only_saves() -> bool:
     return is_over and bool(others) and all(one.name.startswith(SAVES) for one in others)
 
 
+def saves_in_background() -> bool:
+    """Whether this process has a save that is not done."""
+    return any(one.name.startswith(SAVES) for one in threading.enumerate())
+
+
 def came_from_program(error: BaseException) -> bool:
     """Whether an error came through a line that belongs to neither this engine nor torch nor the standard library,
     between where it was raised and where it was caught."""

@@ -87,6 +87,11 @@ def end_unused() -> None:
             end(group)
 
 
+def let_go_of_left() -> None:
+    """Hold no unused group of a world that the program has left: with the last group its store ends."""
+    _UNUSED[:] = [group for group in _UNUSED if group in distributed_c10d._world.pg_map]
+
+
 def new_group(ranks: tuple[int, ...], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group with the backends and the timeout of `like`, in the order of `ranks`."""
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 may lack it

@@ -1,0 +1,203 @@
+"""Ranks that meet again over a store that still has what they, or the ranks before them, have written."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from tests.checkpoint.faults import StoreServer
+from tests.failures.common import wait_until_noted
+from tests.patience import wait_until
+from tests.ports import free_port
+from zeroshard.failures import watch
+from zeroshard.ranks import names
+from zeroshard.testing import RankError, run_ranks
+
+pytestmark = pytest.mark.by_gloo
+
+
+def launched(rank: int, num_ranks: int, port: int, per_launcher: int | None) -> None:
+    """Leave the group of the test. The environment is that of a launcher; `per_launcher`: of torch elastic, which holds
+    the store, with so many ranks on this host. None: rank 0 holds the store."""
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if per_launcher is not None:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": str(per_launcher)}
+
+
+@contextmanager
+def store_at(per_launcher: int | None, num_ranks: int) -> Iterator[int]:
+    """The port of the store."""
+    if per_launcher is None:
+        yield free_port()
+        return
+    server = StoreServer(num_ranks)
+    try:
+        yield server.port
+    finally:
+        server.close()
+
+
+def trained(rank: int) -> float:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 3)
+    handle = zeroshard.shard(model, "zero3")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+    for _ in range(2):
+        model(torch.full((2, 5), rank + 1.0)).square().sum().backward()
+        optimizer.step()
+    total = sum(float(values.sum()) for values in handle.full_state_dict().values())
+    handle.close()
+    return total
+
+
+def meet_often(rank: int, num_ranks: int, port: int, per_launcher: int | None) -> list[float]:
+    launched(rank, num_ranks, port, per_launcher)
+    pace, found = random.Random(rank), []
+    for number in range(4):
+        time.sleep(0.1 * pace.random())
+        if number == 2:  # once by torch's own call, with keys that no earlier group has had
+            dist.init_process_group("gloo")
+        zeroshard.init(timeout=60.0)
+        found.append(trained(rank))
+        wait_until_noted()  # its watch is that of this group: it hears of all ranks
+        current = watch.current()
+        assert current is not None and current._cause is None
+        wait_until(lambda current=current: current._peers._complete)
+        time.sleep(0.1 * pace.random())
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("per_launcher", [None, 1])
+def test_a_process_may_leave_its_group_and_join_another_one(per_launcher: int | None) -> None:
+    """Ranks waited for each other at the addresses of an earlier group, until the timeout: from the second or third
+    time on."""
+    with store_at(per_launcher, 3) as port:
+        first, *others = run_ranks(meet_often, 3, 3, port, per_launcher, timeout=240)
+    assert len(set(first)) == 1 and all(found == first for found in others)
+
+
+def fail_once(rank: int, port: int, per_launcher: int, makes_group: bool, fails: bool) -> float:
+    launched(rank, 2, port, per_launcher)
+    if makes_group:  # torch's own keys are of no use for a second time: pytorch/pytorch#135712
+        store = dist.PrefixStore(f"group-{fails}", dist.TCPStore("127.0.0.1", port, 2, is_master=False))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=False)  # the one that torch would have used
+        group = dist.distributed_c10d._get_default_group()
+        dist.distributed_c10d._world.pg_map[group] = (dist.distributed_c10d._world.pg_map[group][0], store)
+    zeroshard.init(timeout=60.0)
+    if fails and rank == 1:
+        zeroshard.abort(ValueError("out of memory"), quiet=True)
+        raise ValueError("out of memory")
+    if fails:
+        with suppress(RuntimeError):
+            dist.barrier()
+        threading.Event().wait()  # its watch ends it
+    result = trained(rank)
+    wait_until_noted()
+    current = watch.current()
+    assert current is not None and current._cause is None, current and current._cause
+    wait_until(lambda: current._peers._complete)
+    return result
+
+
+@pytest.mark.parametrize(("per_launcher", "makes_group"), [(1, False), (2, True)])
+def test_ranks_that_are_started_again_do_not_hear_of_the_failure_before(per_launcher: int, makes_group: bool) -> None:
+    """With several launchers, and in a group that the program had made, the watch ended the new ranks at once: "exits
+    because rank 1 failed", the failure for which they had been started again. And ranks connected to addresses of those
+    that had ended."""
+    with store_at(per_launcher, 2) as port:
+        with pytest.raises(RankError, match="out of memory"):
+            run_ranks(fail_once, 2, port, per_launcher, makes_group, True)
+        first, second = run_ranks(fail_once, 2, port, per_launcher, makes_group, False)
+    assert first == second
+
+
+def test_the_control_without_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zeroshard.failures.membership.launcher_holds_store", lambda: False)
+    with store_at(1, 2) as port:
+        for fails in (True, False):
+            with pytest.raises(RankError):
+                run_ranks(fail_once, 2, port, 1, True, fails)
+
+
+def leave(rank: int, port: int, go_on: str) -> list[bool]:
+    def is_free() -> bool:
+        with socket.socket() as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                found.bind(("", port))
+            except OSError:
+                return False
+            return True
+
+    def is_watched() -> bool:
+        return any(thread.name == "zeroshard watch" for thread in threading.enumerate())
+
+    launched(rank, 2, port, None)
+    zeroshard.init()
+    trained(rank)
+    before = [is_free(), is_watched()]
+    dist.barrier()
+    try:
+        if go_on == "raises":
+            raise ValueError
+    except ValueError:
+        dist.destroy_process_group()
+        noted = watch.current()
+        assert noted is not None
+        beats = noted.beats
+        wait_until(lambda: noted.beats > beats + 2)
+        assert is_watched()  # it may raise on, and would tell the others
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    wait_until(lambda: not is_watched())
+    wait_until(is_free)
+    return before
+
+
+@pytest.mark.parametrize("go_on", ["ends", "raises"])
+def test_the_watch_ends_with_its_group_and_the_port_is_free(go_on: str) -> None:
+    """It held the store, and so MASTER_PORT, until the process ended: another group there found old keys."""
+    assert run_ranks(leave, 2, free_port(), go_on) == [[False, True]] * 2
+
+
+def test_an_answer_is_for_who_asks_now() -> None:
+    """Asks of processes that have ended are answered in vain; one of a rank that has the name is for the next one."""
+    store = dist.HashStore()
+
+    def ask(last: str) -> str:
+        return names.ask_for_name(store, 1, last)
+
+    store.set("zeroshard/names/ask-1", '["", "of one that has ended"]')
+    with names.answering(store, 2, "first"):
+        assert ask("") == "first"
+        assert ask("of another store") == "first"  # after a start that has failed, say
+        found: list[Any] = []
+        next_one = threading.Thread(target=lambda: found.append(ask("first")))
+        next_one.start()
+        time.sleep(0.3)
+        assert not found
+    with names.answering(store, 2, "second"):
+        next_one.join()
+    assert found == ["second"]
