@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import pytest
 import torch
@@ -140,23 +139,24 @@ def test_the_control_without_a_name_of_their_own(monkeypatch: pytest.MonkeyPatch
                 run_ranks(fail_once, 2, port, 1, True, fails)
 
 
-def leave(rank: int, port: int, go_on: str) -> list[bool]:
-    def is_free() -> bool:
-        with socket.socket() as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                found.bind(("", port))
-            except OSError:
-                return False
-            return True
+def free(port: int) -> bool:
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(("", port))
+        except OSError:
+            return False
+        return True
 
+
+def leave(rank: int, port: int, go_on: str) -> list[bool]:
     def is_watched() -> bool:
         return any(thread.name == "zeroshard watch" for thread in threading.enumerate())
 
     launched(rank, 2, port, None)
     zeroshard.init()
     trained(rank)
-    before = [is_free(), is_watched()]
+    before = [free(port), is_watched()]
     dist.barrier()
     try:
         if go_on == "raises":
@@ -172,7 +172,7 @@ def leave(rank: int, port: int, go_on: str) -> list[bool]:
         dist.destroy_process_group()
     gc.collect()
     wait_until(lambda: not is_watched())
-    wait_until(is_free)
+    wait_until(lambda: free(port))
     return before
 
 
@@ -184,20 +184,44 @@ def test_the_watch_ends_with_its_group_and_the_port_is_free(go_on: str) -> None:
 
 def test_an_answer_is_for_who_asks_now() -> None:
     """Asks of processes that have ended are answered in vain; one of a rank that has the name is for the next one."""
-    store = dist.HashStore()
+    store, found = dist.HashStore(), list[str]()
 
-    def ask(last: str) -> str:
-        return names.ask_for_name(store, 1, last)
+    def ask(rank: int, last: str) -> str:
+        return names.ask_for_name(store, rank, last)
 
-    store.set("zeroshard/names/ask-1", '["", "of one that has ended"]')
-    with names.answering(store, 2, "first"):
-        assert ask("") == "first"
-        assert ask("of another store") == "first"  # after a start that has failed, say
-        found: list[Any] = []
-        next_one = threading.Thread(target=lambda: found.append(ask("first")))
-        next_one.start()
+    def in_a_thread(rank: int, last: str) -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(ask(rank, last)))
+        thread.start()
+        return thread
+
+    for rank in (1, 2):
+        store.set(f"zeroshard/names/ask-{rank}", '["", "of one that has ended"]')
+    answers = names.Answers(store, 3, "first")
+    assert ask(1, "") == "first"
+    assert ask(1, "of a start that has failed") == "first"  # not yet in the group: it may ask again
+    early = in_a_thread(1, "first")
+    assert not answers.wait(0.3) and not found
+    assert ask(2, "") == "first"
+    assert answers.wait(60.0) and not found  # all have the name, or had it
+    second = names.Answers(store, 3, "second")
+    early.join()
+    assert found == ["second"] and ask(2, "first") == "second"
+    assert second.wait(60.0)
+
+
+def comes_late(rank: int, port: int) -> str:
+    launched(rank, 2, port, None)
+    init_process_group = dist.init_process_group
+    dist.init_process_group = lambda backend, **options: init_process_group("fake", **options)  # waits for nobody
+    if rank == 1:
+        wait_until(lambda: not free(port))  # rank 0 has come
         time.sleep(0.3)
-        assert not found
-    with names.answering(store, 2, "second"):
-        next_one.join()
-    assert found == ["second"]
+    try:
+        zeroshard.init(timeout=60.0 if rank == 1 else 120.0)
+    finally:
+        dist.init_process_group = init_process_group
+    return dist.get_backend()
+
+
+def test_a_backend_that_connects_later_waits_for_nobody_and_all_have_the_name() -> None:
+    assert run_ranks(comes_late, 2, free_port()) == ["fake", "fake"]

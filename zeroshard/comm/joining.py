@@ -7,8 +7,8 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from zeroshard.failures.processes import Who, descends_from
 from zeroshard.io.logger import LOGGER, tell
 from zeroshard.ranks.backends import DEFAULT_TIMEOUT, accelerator, device_for, shared_device, take_device
 from zeroshard.ranks.groups import default_group
-from zeroshard.ranks.names import NAMES, answering, ask_for_name, new_name
+from zeroshard.ranks.names import NAMES, Answers, ask_for_name, new_name
 
 
 def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOUT) -> torch.device:
@@ -123,9 +123,8 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         raise LostPeer("the launcher has ended before all ranks had started", None, [])
     stopped, why = dict[int, Who](), "the store of the process group did not answer"
     try:
-        with _waking(stopped, timeout.total_seconds()):
-            with _meeting(rank, world_size, timeout) as store:
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+        with _waking(stopped, timeout.total_seconds()), _meeting(rank, world_size, timeout) as store:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
         if not stopped:
             return
     except RuntimeError as error:  # DistNetworkError, DistStoreError, DistBackendError
@@ -140,8 +139,12 @@ def _join(backend: str | None, timeout: timedelta) -> None:
             if isinstance(error, dist.DistNetworkError):
                 error.add_note("rank 0 or the launcher, whichever holds the store of the process group, has ended")
             raise
+    raise TookTooLong(_not_met(rank, world_size, timeout, why, stopped))
+
+
+def _not_met(rank: int, world_size: int, timeout: timedelta, why: str, stopped: Mapping[int, Who] = {}) -> str:
     place, had = ":".join(map(str, _store_place())), " and ".join(f"rank {one} ({who})" for one, who in stopped.items())
-    raise TookTooLong(
+    return (
         f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
         f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
         "All ranks have to start within that time, init(timeout=...)"
@@ -226,17 +229,26 @@ _last_name = ""
 @contextmanager
 def _meeting(rank: int, world_size: int, timeout: timedelta) -> Iterator[Store]:
     """The store of the launcher, with a name in front of its keys that these ranks have for this group only. Rank 0
-    answers inside of the block: the others may come while it waits for them."""
+    answers inside of the block: the others may come while it waits for them.
+
+    Raises:
+        TookTooLong: not all have come. (A backend that connects later does not wait for them.)
+    """
     global _last_name
+    end, answers = time.monotonic() + timeout.total_seconds(), None
     if rank > 0:
-        store, name = _asked(rank, time.monotonic() + timeout.total_seconds())
-        answers: AbstractContextManager[None] = nullcontext()
+        store, name = _asked(rank, end)
     else:
         store, name = _launchers_store(timeout), new_name()
-        answers = answering(connection_of_its_own(store), world_size, name) if world_size > 1 else nullcontext()
-    with answers:
-        store.set_timeout(timeout)
+        answers = Answers(connection_of_its_own(store), world_size, name)
+    store.set_timeout(timeout)
+    try:
         yield PrefixStore(f"zeroshard/{name}", store)
+        if answers is not None and not answers.wait(max(1.0, end - time.monotonic())):
+            raise TookTooLong(_not_met(rank, world_size, timeout, "timed out: not all ranks have come"))
+    finally:
+        if answers is not None:
+            answers.close()
     _last_name = name
 
 

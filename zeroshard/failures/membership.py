@@ -12,13 +12,12 @@ import weakref
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from zeroshard.errors import TookTooLong
 from zeroshard.failures.bell import connection_of_its_own
 from zeroshard.failures.found import launcher_holds_store
 from zeroshard.failures.lost import handles_error
-from zeroshard.failures.notices import Notices
 from zeroshard.failures.positions import HERE
 from zeroshard.failures.whereabouts import saves_in_background
 from zeroshard.ranks.groups import let_go_of_left
@@ -58,9 +57,8 @@ class Membership:
         global _last_name
         prefix = "zeroshard/watch-{}".format
         if self.rank == 0:
-            _last_name, further = new_name(), connection_of_its_own(store, timeout)
-            notices, own = Notices(0, self.world_size), PrefixStore(prefix(_last_name), further)
-            self._answers = Answers(further, self.world_size, _last_name, lambda: notices.have_all_come(own))
+            _last_name = new_name()
+            self._answers = Answers(connection_of_its_own(store, timeout), self.world_size, _last_name)
             return prefix(_last_name)
         try:
             _last_name = ask_for_name(store, self.rank, _last_name)
