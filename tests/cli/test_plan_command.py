@@ -368,6 +368,7 @@ def test_one_line_for_each_mistake(
         ([NET, "--units", "0"], "--units 0: expected a size (64MB), or a class of modules: Block"),
         ([NET, "--fit", "much"], "is not a size"),
         ([NET, "--fit", "0GB"], "is not a size"),
+        ([NET, "--fit", "80"], "80 without a unit: expected 80GB, 80MB, ... (or 80B)"),
         ([NET, "--micro-batches", "-2"], "micro_batches must be a whole number from 1"),
         ([NET, "--micro-batches", "0"], "micro_batches must be a whole number from 1"),
         ([NET, "--replicas", "0"], "'--replicas': 0 is not in the range"),

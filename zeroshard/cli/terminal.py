@@ -70,6 +70,10 @@ else:
     Type = click.ParamType  # has no parameters before click 8.4
 
 
+_LEAST = 1000
+"""Whoever writes a smaller number without a unit hardly means bytes."""
+
+
 class Size(Type):
     name = "size"
 
@@ -77,6 +81,8 @@ class Size(Type):
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(|[kmgt]|[kmg]i)b?", str(value).lower())
         if not match or int(float(match[1]) * _UNITS[match[2]]) < 1:
             self.fail(f"{value!r} is not a size: expected bytes, or a number with MB, GB, GiB, ...", param, context)
+        if str(value).isdecimal() and int(value) < _LEAST:
+            self.fail(f"{value} without a unit: expected {value}GB, {value}MB, ... (or {value}B)", param, context)
         return int(float(match[1]) * _UNITS[match[2]])
 
 
