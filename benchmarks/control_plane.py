@@ -41,6 +41,7 @@ from zeroshard.failures.peers import Peers
 from zeroshard.failures.positions import Position, Wait, in_short, knot
 from zeroshard.failures.processes import Who
 from zeroshard.layout import exact
+from zeroshard.ranks.names import Answers, ask_for_name
 from zeroshard.step import control
 
 CALLS_PER_SECOND = 30_000
@@ -487,7 +488,15 @@ def against_a_real_store(clients: int) -> None:
             store.get(f"who-{other}")
 
     print(f"\n{clients} clients of one TCPStore, each a thread of this process:")
+
+    def named(rank: int) -> None:
+        if rank == 0:
+            assert Answers(connections[0], clients, "a name").wait(300.0)
+        else:
+            assert ask_for_name(connections[rank], rank, "") == "a name"
+
     works: dict[str, Callable[[int], None]] = {
+        "init: one name for all": named,
         "start of the watch: come": come,
         "start of the watch: who is here": lambda rank: hosts[rank].find_neighbours(store_of(rank, "watch")),
         "before: who is each": old_start,
