@@ -82,6 +82,12 @@ def has_one_launcher(world_size: int) -> bool:
     return launcher_holds_store() and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
 
 
+def attempt(world_size: int) -> str:
+    """How often torch's elastic launcher has started the ranks before. With several launchers each counts its own
+    failures, so the ranks have no common number: "0"."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if has_one_launcher(world_size) else "0"
+
+
 def stopped_of_this_job() -> dict[int, Who]:
     """The other ranks of this job that a signal has stopped, by what the launcher has set in their environments."""
     job, found = {name: os.environ.get(name) for name in _OF_JOB}, dict[int, Who]()

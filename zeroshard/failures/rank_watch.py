@@ -117,7 +117,6 @@ class Watch:
     def _close(self) -> None:
         if self._has_failed:  # the guard may not have come to it
             self._peers.wake(self.of.store)
-        self.of.answer_no_more()
         self.bell.close()
         self.ring([self.rank])
         self.bell.join(2 * BEAT_SECONDS)

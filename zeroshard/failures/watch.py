@@ -61,7 +61,7 @@ def start(*, is_new: bool = False) -> None:
     if dist.get_world_size() > 1 and not moves_nothing(group):
         _expect_threads()
         timeout = timeout_of(group, torch.device(next(iter(backends), "cpu"))).total_seconds()
-        _current = Watch(Membership(group, store, timeout, is_new=is_new), timeout)
+        _current = Watch(Membership(group, store, is_new=is_new), timeout)
         atexit.unregister(at_exit)  # of an earlier watch
         atexit.register(at_exit)
         _hooks.install()
