@@ -95,7 +95,8 @@ def test_ranks_that_go_their_own_way_are_named_in_seconds(tmp_path: Path) -> Non
                 r"rank 0 of 2 failed while waiting for another rank:\nzeroshard: rank 1 .*has reached the end of|"
                 r"exits because ranks wait for each other \(deadlock\): rank 0 waits in .*; rank 1 has reached the end",
                 r"(failed while waiting( in (all_gather|reduce_scatter|an exchange).*)?: rank 1 \(process \d+ on .*\)|"
-                r"rank 1) has reached the end of its program, or called sys.exit; it was last seen .*are collective:",
+                r"rank 1) has reached the end of its program, or called sys.exit or destroy_process_group; it was last "
+                r"seen .*are collective:",
                 r"use `with handle.join\(\):`",
             )
         elif case in ("meets", "sends", "receives"):

@@ -147,7 +147,7 @@ def _not_met(rank: int, world_size: int, timeout: timedelta, why: str, stopped: 
     return (
         f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
         f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
-        "All ranks have to start within that time, init(timeout=...)"
+        "All ranks have to call zeroshard.init() within that time, init(timeout=...)"
     )
 
 

@@ -31,7 +31,7 @@ USE_THE_SAME = (
     "checkpointed"
 )
 IN_BACKWARD = f"In a backward, ranks that use other parts of the models may wait for each other: {USE_THE_SAME}"
-_LEFT = "reached the end of its program, or called sys.exit"
+_LEFT = "reached the end of its program, or called sys.exit or destroy_process_group"
 UNEVEN = "Where ranks have inputs for different numbers of steps, use `with handle.join():`"
 
 
