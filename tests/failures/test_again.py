@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,10 @@ from tests.checkpoint.faults import StoreServer
 from tests.failures.common import wait_until_noted
 from tests.patience import wait_until
 from tests.ports import free_port
+from zeroshard.errors import InvalidState
 from zeroshard.failures import watch
+from zeroshard.failures.membership import Membership
+from zeroshard.failures.store_line import Closed, StoreLine
 from zeroshard.ranks import names
 from zeroshard.testing import RankError, run_ranks
 
@@ -182,6 +187,46 @@ def leave(rank: int, port: int, go_on: str) -> list[bool]:
 def test_the_watch_ends_with_its_group_and_the_port_is_free(go_on: str) -> None:
     """It held the store, and so MASTER_PORT, until the process ended: another group there found old keys."""
     assert run_ranks(leave, 2, free_port(), go_on) == [[False, True]] * 2
+
+
+def use_after(rank: int, port: int, folder: str) -> float:
+    launched(rank, 2, port, None)
+    zeroshard.init()
+    model = nn.Linear(5, 3)
+    handle = zeroshard.shard(model, "zero3")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+    loss = model(torch.full((2, 5), rank + 1.0)).square().sum()
+    if rank == 0:  # its watch goes on for longer
+        Membership.is_left = lambda self: False  # type: ignore[method-assign]
+    dist.destroy_process_group()
+    if rank == 1:
+        wait_until(lambda: watch.current() is None)
+    loss.backward()
+    optimizer.step()
+    before = "destroyed: call it before destroy_process_group"
+    with pytest.raises(InvalidState, match=f"save: .* {before}"):
+        zeroshard.save(folder, handle, optimizer, step=1)
+    with pytest.raises(InvalidState, match=f"load: .* {before}"):
+        zeroshard.load(folder, handle, optimizer)
+    with pytest.raises(InvalidState, match=f"join: .* {before}"), handle.join():
+        pass
+    assert not os.listdir(folder)
+    handle.close()
+    return float(model.weight.detach().sum())
+
+
+def test_what_is_called_behind_the_end_of_the_group_does_not_wait_for_the_watch(tmp_path: Path) -> None:
+    """Watches end at another moment on each rank: in `close` one rank waited for ever for another without one. `save`,
+    `load` and `join` raised errors of torch, and left a folder."""
+    first, second = run_ranks(use_after, 2, free_port(), str(tmp_path))
+    assert first == second
+
+
+def test_a_line_that_has_ended_takes_no_job() -> None:
+    line = StoreLine(dist.HashStore(), lambda store: None, 0.5)
+    line.close(lambda store: None, 60.0)
+    with pytest.raises(Closed):
+        line.ask(lambda store: None, 60.0)
 
 
 def test_an_answer_is_for_who_asks_now() -> None:

@@ -28,6 +28,7 @@ from zeroshard.io.logger import tell
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.ranks.groups import expect_there
 from zeroshard.runtime.engine import Engine
 
 
@@ -88,7 +89,7 @@ def load(
     """
     expect_handle(handle, "zeroshard.load(directory, handle, optimizer)")
     engine, optimizers = handle.engine, as_list(optimizer)
-    engine.check_open("load")
+    expect_there(engine.check_open("load").collectives.mesh.world.group, "load")
     engine.expect_known_parameters(also_added=False)
     engine.unfreeze()
     loading = _Load(engine, optimizers, extra, Path(directory).absolute())

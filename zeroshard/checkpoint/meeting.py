@@ -67,7 +67,7 @@ class Meeting:
         if collectives is not None:
             world = collectives.mesh.world
             self.rank, self.size, store = world.rank, world.size, _get_default_store()
-            self._watch, self._ranks = watch.current(), world.ranks
+            self._watch, self._ranks = watch.of_group(), world.ranks
             self._timeout = timeout_of(world.group, collectives.device).total_seconds()
         self._store = watch.attended(PrefixStore(f"zeroshard/{unique}", store))
         self._last_beat = 0.0

@@ -58,6 +58,7 @@ from zeroshard.io.logger import LOGGER, tell
 from zeroshard.io.values import encode
 from zeroshard.model.right_call import expect_handle
 from zeroshard.optimizer import ShardedOptimizer
+from zeroshard.ranks.groups import expect_there
 from zeroshard.runtime.engine import Engine
 
 T = TypeVar("T")
@@ -185,7 +186,7 @@ def save(
     """
     expect_handle(handle, "zeroshard.save(directory, handle, optimizer, step=...)")
     engine, optimizers = handle.engine, as_list(optimizer)
-    engine.check_open("save")
+    expect_there(engine.check_open("save").collectives.mesh.world.group, "save")
     engine.expect_known_parameters(also_added=False)
     job = _Save(engine, optimizers, extra, Path(directory).absolute(), step).prepare(copy=background)
     saving = Saving(step, job.run)

@@ -40,11 +40,16 @@ class Membership:
         self._group = weakref.ref(group)
         self.prefix = "zeroshard/watch" if is_new else f"zeroshard/watch-{attempt(self.world_size)}-{next(_numbers)}"
 
+    @property
+    def is_in_group(self) -> bool:
+        """Whether the program has not destroyed the group."""
+        group = self._group()
+        return group is not None and dist.group.WORLD is group
+
     def is_left(self) -> bool:
         """Whether the program has destroyed the group, and nothing is to be told to the other ranks any more: it may do
         that while it handles an error, which it then raises, and while a save is being written."""
-        group = self._group()
-        if group is not None and dist.group.WORLD is group:
+        if self.is_in_group:
             return False
         threads = threading.main_thread().ident, HERE.thread
         return not saves_in_background() and not any(map(handles_error, threads))

@@ -70,12 +70,13 @@ class Attended:
 class StoreLine:
     """Attributes:
     gone: a call to the store has failed, as it has closed the connection, for example.
+    is_over: the thread has ended, or is about to: it takes no further job.
     clock: of the time for which this process has run.
     """
 
     def __init__(self, store: Store, beat: Callable[[Store], None], beat_seconds: float) -> None:
         """`beat` is called on the thread every `beat_seconds`, until `close`."""
-        self.gone, self.clock = False, Clock()
+        self.gone, self.is_over, self.clock = False, False, Clock()
         self._beat, self._beat_seconds = beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._last: Callable[[Store], Any] | None = None
@@ -95,7 +96,7 @@ class StoreLine:
         """
         future: Future[T] = Future()
         self._jobs.put((job, future))
-        if self.gone:  # only now: it may end while the job is queued
+        if self.is_over:  # only now: it may end while the job is queued
             self._refuse_all()
         waits = Patience(patience)
         while not wait([future], waits.pause).done:
@@ -158,11 +159,13 @@ class StoreLine:
             except Exception as error:
                 future.set_exception(error)
             if job is self._last:  # here, not by a further job: a beat may be due already
-                return self._store.let_go()
-        return self._refuse_all()
+                self._store.let_go()
+                break
+        self.is_over = True
+        self._refuse_all()
 
     def _refuse_all(self) -> None:
-        """The store is gone: whoever waits for a queued job need not wait on."""
+        """Whoever waits for a queued job need not wait on."""
         with suppress(queue.Empty):
             while True:
                 if entry := self._jobs.get_nowait():

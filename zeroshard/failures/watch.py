@@ -86,6 +86,13 @@ def current() -> Watch | None:
     return _current if _current is not None and _current.pid == os.getpid() and _current.of.store is not None else None
 
 
+def of_group() -> Watch | None:
+    """The watch, for a wait that all ranks begin at the same point of the program. None also once the program has
+    destroyed the group: `current` then ends, at another moment on each rank, and some would wait for the others."""
+    watch = current()
+    return watch if watch is not None and watch.of.is_in_group else None
+
+
 def stop() -> None:
     """End the watch of this process, and tell the other ranks that its work is done. Runs at exit by itself."""
     global _current
@@ -126,7 +133,7 @@ def explain(error: BaseException) -> LostPeer | None:
 def attended(store: Store) -> Attended:
     """The store, for calls whose answers the program waits for. No error ends such a wait while whoever holds the store
     is stopped, and a heartbeat waits for no answer: the watch, if there is one, has to know of the call."""
-    watch = current()
+    watch = of_group()
     return Attended(store) if watch is None else watch.line.attend(store)
 
 
@@ -136,6 +143,8 @@ def where_is(rank: int) -> str:
     heartbeats. "" if it is not known."""
     watch = current()
     at = OUTSIDE
+    if watch is None and not dist.is_initialized():
+        return ""
     if rank == (watch.rank if watch is not None else dist.get_rank()):
         at = where_it_trains()
     elif watch is not None:
@@ -165,7 +174,7 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
     Raises:
         LostPeer: a rank has failed, or has sent no heartbeat for the timeout of a collective.
     """
-    if (watch := current()) is not None:
+    if (watch := of_group()) is not None:
         everyone = tuple(range(dist.get_world_size()) if ranks is None else ranks)
         key = _key_of_waits(everyone, name)
         number = HERE.begin(key)
@@ -175,7 +184,7 @@ def wait_for_all(ranks: Sequence[int] | None = None, name: str = "") -> None:
 
 def forget_waits(ranks: tuple[int, ...], names: Sequence[str]) -> None:
     """No rank calls `wait_for_all` with these names any longer."""
-    if names and (watch := current()) is not None and watch.rank == ranks[0]:
+    if names and (watch := of_group()) is not None and watch.rank == ranks[0]:
         watch.forget_waits([_key_of_waits(ranks, name) for name in names])
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from zeroshard.errors import InvalidState
 from zeroshard.ranks.backends import timeout_of
 
 
@@ -41,6 +42,16 @@ def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "initialised"
     return group
+
+
+def expect_there(group: dist.ProcessGroup, what: str) -> None:
+    """Raises:
+    RuntimeError: the program has destroyed the group. `what`: the call that needs its store."""
+    if group not in distributed_c10d._world.pg_map:
+        raise InvalidState(
+            f"{what}: the process group of this handle has been destroyed: call it before destroy_process_group(), or "
+            "load the newest step into a model that is sharded in the new group"
+        )
 
 
 def default_like(ranks: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup | None:

@@ -24,6 +24,7 @@ from zeroshard.comm.ranges import span
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.gradients.loss_ledger import Loss
 from zeroshard.ranks.backends import timeout_of
+from zeroshard.ranks.groups import expect_there
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import During
@@ -41,6 +42,8 @@ def join(
         raise InvalidValue("join: the same handle twice")
     if len({tuple(engine.collectives.mesh.world.ranks) for engine in engines}) > 1:
         raise InvalidValue("join: the handles have different ranks: all of them must have the same")
+    for engine in engines:
+        expect_there(engine.collectives.mesh.world.group, "join")
     for engine in engines:  # a rank without any input calls no forward, which does these
         engine.schedule.expect_to_begin()
         engine.unfreeze()
