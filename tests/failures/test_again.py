@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -220,6 +219,16 @@ def test_what_is_called_behind_the_end_of_the_group_does_not_wait_for_the_watch(
     `load` and `join` raised errors of torch, and left a folder."""
     first, second = run_ranks(use_after, 2, free_port(), str(tmp_path))
     assert first == second
+
+
+def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note on torch's error said that rank 0 or the launcher had ended."""
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(InvalidState, match=f"port {port} of this host is in use"):
+            zeroshard.init()
 
 
 def test_a_line_that_has_ended_takes_no_job() -> None:

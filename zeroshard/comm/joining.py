@@ -131,6 +131,12 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         wake(found := stopped_of_this_job())
         if problem := shared_device(error):
             raise InvalidValue(problem) from None
+        if "EADDRINUSE" in str(error):
+            raise InvalidState(
+                f"init: port {_store_place()[1]} of this host is in use, where rank 0 holds the store of the process "
+                "group: set another MASTER_PORT on all ranks. Another program has it, or a process that was rank 0 of "
+                "a group which it has left: until it has deleted the handles and groups of that time"
+            ) from None
         why = (str(error).splitlines() or [""])[0].rstrip(".")
         why = "timed out: rank 0 has not answered" if NAMES in why else why
         is_late = bool(stopped) or re.search(r"tim(ed|e) ?out", why, re.IGNORECASE)
@@ -147,7 +153,8 @@ def _not_met(rank: int, world_size: int, timeout: timedelta, why: str, stopped: 
     return (
         f"rank {rank} of {world_size} did not meet the others at {place} within the timeout of "
         f"{timeout.total_seconds():g} s: {why}. {f'{had} had been stopped by a signal. ' if had else ''}"
-        "All ranks have to call zeroshard.init() within that time, init(timeout=...)"
+        "All ranks have to start within that time, init(timeout=...), and all by zeroshard.init(): those that call "
+        "init_process_group wait elsewhere"
     )
 
 
