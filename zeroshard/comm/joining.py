@@ -247,7 +247,8 @@ def _meeting(rank: int, world_size: int, timeout: timedelta) -> Iterator[Store]:
         store, name = _asked(rank, end)
     else:
         store, name = _launchers_store(timeout), new_name()
-        answers = Answers(connection_of_its_own(store), world_size, name)
+        if world_size > 1:
+            answers = Answers(connection_of_its_own(store), world_size, name)
     store.set_timeout(timeout)
     try:
         yield PrefixStore(f"zeroshard/{name}", store)
@@ -274,5 +275,4 @@ def _asked(rank: int, end: float) -> tuple[Store, str]:
 
 def _launchers_store(timeout: timedelta) -> Store:
     store: Store = next(rendezvous("env://", timeout=timeout))[0]
-    store.set_timeout(timeout)
     return store

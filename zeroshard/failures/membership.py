@@ -29,6 +29,7 @@ _numbers = itertools.count()
 class Membership:
     """Attributes:
     store: of the group; None once the watch is over.
+    rank, world_size: in the group.
     prefix: of all keys of the watch.
     ending: held while the watch is closed.
     """
@@ -39,6 +40,11 @@ class Membership:
         self.rank, self.world_size, self.ending = group.rank(), group.size(), threading.Lock()
         self._group = weakref.ref(group)
         self.prefix = "zeroshard/watch" if is_new else f"zeroshard/watch-{attempt(self.world_size)}-{next(_numbers)}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the watch has been closed, or has ended by itself."""
+        return self.store is None
 
     @property
     def is_in_group(self) -> bool:

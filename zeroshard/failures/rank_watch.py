@@ -111,7 +111,7 @@ class Watch:
         if threading.current_thread() is not self._guard:
             self._guard.join(2 * BEAT_SECONDS)
         with self.of.ending:
-            if self.of.store is not None:
+            if not self.of.is_over:
                 self._close()
 
     def _close(self) -> None:

@@ -83,7 +83,7 @@ def current() -> Watch | None:
     # [Note: forked workers]
     # A DataLoader forks by default (pytorch/pytorch#138957). A worker inherits its parent's objects and sockets, but
     # not its threads. It must neither beat nor report, nor wait for a message: it would use its parent's connections.
-    return _current if _current is not None and _current.pid == os.getpid() and _current.of.store is not None else None
+    return _current if _current is not None and _current.pid == os.getpid() and not _current.of.is_over else None
 
 
 def of_group() -> Watch | None:

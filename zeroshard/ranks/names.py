@@ -64,12 +64,12 @@ class Answers:
         self._thread.join(patience)
 
     def _run(self, store: Any, asks: list[str], name: str) -> None:
-        have_all_asked, answered, pause = not asks, set[str](), _SHORTEST
+        have_all_asked, answered, pause = False, set[str](), _SHORTEST
         with suppress(RuntimeError):  # the store is gone, which whoever waits for it sees as well
             while not self._over.wait(pause):
                 pause = min(2 * pause, _LONGEST)
                 have_all_asked = have_all_asked or store.check(asks)
-                found = [json.loads(ask) for ask in store.multi_get(asks)] if have_all_asked and asks else []
+                found = [json.loads(ask) for ask in store.multi_get(asks)] if have_all_asked else []
                 # Who has this name already is in the group, and may ask for its next one.
                 missing = [nonce for last, nonce in found if last != name]
                 if have_all_asked and not missing:
