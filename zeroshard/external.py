@@ -22,7 +22,8 @@ from zeroshard.comm.same import expect_same_model
 from zeroshard.comm.together import together
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.handle import Handle, claim_parameters, handle_of
-from zeroshard.model.units import UnitSpec, refuse_unsupported
+from zeroshard.model.unit_spec import UnitSpec
+from zeroshard.model.units import refuse_unsupported
 from zeroshard.placement import OPTIMIZER_ONLY
 from zeroshard.precision import precision_for
 from zeroshard.ranks.mesh import Mesh

@@ -17,7 +17,7 @@ from zeroshard.handle import handle_of
 from zeroshard.model.paths import Modules
 from zeroshard.model.places import has_place, is_dense, overlaps, place_of
 from zeroshard.model.trees import tensors_kept_by
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.placement import Plan
 
 

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from zeroshard.errors import InvalidValue
 from zeroshard.model.casting import Precisions, Rules, attach_casts, casts_of
 from zeroshard.model.paths import modules_of
-from zeroshard.model.units import UnitPolicy, choose_units
+from zeroshard.model.unit_policy import UnitPolicy
+from zeroshard.model.units import choose_units
 from zeroshard.precision import MixedPrecision, precision_for
 
 LossOf = Callable[[nn.Module, int, int], Tensor]

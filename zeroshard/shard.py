@@ -31,9 +31,12 @@ from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of, parameters_in
 from zeroshard.model.right_call import expect_module, expect_unwrapped
-from zeroshard.model.units import KeepGathered, UnitPolicy, UnitSpec, boundaries, choose_units
+from zeroshard.model.unit_policy import UnitPolicy, boundaries
+from zeroshard.model.unit_spec import UnitSpec
+from zeroshard.model.units import KeepGathered, choose_units
 from zeroshard.placement import SHARDED, Plan, as_plan
-from zeroshard.planner import Topology, expect_within, fit_units
+from zeroshard.planned.parts import Topology
+from zeroshard.planner import expect_within, fit_units
 from zeroshard.ranks.common import Common
 from zeroshard.ranks.mesh import Mesh
 from zeroshard.ranks.shared_memory import many_files

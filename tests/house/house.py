@@ -30,6 +30,7 @@ ROOMS = [
     "runtime",
     "full_model",
     "step",
+    "planned",
     FACE,
     "checkpoint",
     "exchange",

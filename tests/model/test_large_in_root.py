@@ -26,7 +26,8 @@ from tests.planning.models import Planned
 from tests.planning.test_plan import expect_measured, expect_planned
 from tests.together import Together, in_turn, on_ranks
 from zeroshard.model import units
-from zeroshard.model.units import UnitSpec, choose_units, in_order_of_reduction
+from zeroshard.model.unit_spec import UnitSpec, in_order_of_reduction
+from zeroshard.model.units import choose_units
 from zeroshard.placement import Plan
 from zeroshard.planning import Configuration
 from zeroshard.runtime.reduce import Reducer

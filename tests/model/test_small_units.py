@@ -16,7 +16,8 @@ from tests.kit import PLANS, Block, Job, Net, loss_of_tokens, make, same_bits, t
 from tests.together import Together
 from zeroshard.layout.layout import numel_multiple
 from zeroshard.model import small_units
-from zeroshard.model.units import UnitSpec, choose_units
+from zeroshard.model.unit_spec import UnitSpec
+from zeroshard.model.units import choose_units
 from zeroshard.planner import plan_memory
 from zeroshard.planning import Configuration, plan
 from zeroshard.testing import expect_same_logs, run_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.kit import HIDDEN, LENGTH, VOCAB, WIDTH, Block, Net
 from zeroshard.layout.cuts import SIZES
-from zeroshard.model.units import UnitPolicy
+from zeroshard.model.unit_policy import UnitPolicy
 from zeroshard.train.model import GPT
 from zeroshard.train.model import Block as GPTBlock
 

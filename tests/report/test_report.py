@@ -21,7 +21,7 @@ from tests.planning.test_replay import Nested, inside, loss_of, tokens
 from tests.report.common import PLANS, RANKS, START, facts, forecasts, write_run
 from zeroshard.cli.main import run
 from zeroshard.layout.layout import BufferLayout
-from zeroshard.planner import Bytes
+from zeroshard.planned.parts import Bytes
 from zeroshard.planning import Configuration, Forecast, Workload
 from zeroshard.planning.in_words import in_units
 from zeroshard.report import (

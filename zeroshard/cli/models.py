@@ -23,7 +23,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.integrations.causal_lm import read_config, units_of
 from zeroshard.io.logger import LOGGER
 from zeroshard.io.named import in_one_line, named
-from zeroshard.model.units import UnitPolicy
+from zeroshard.model.unit_policy import UnitPolicy
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf
 

@@ -18,7 +18,7 @@ from zeroshard.cli.plan_output import show, show_fit
 from zeroshard.cli.terminal import Command, Size, Type
 from zeroshard.cli.undisturbed import undisturbed
 from zeroshard.errors import InvalidValue, NeedsFP32
-from zeroshard.model.units import UnitPolicy
+from zeroshard.model.unit_policy import UnitPolicy
 from zeroshard.placement import PLANS
 from zeroshard.planning import MACHINES, Candidate, Configuration, Forecast, Workload, fit
 from zeroshard.planning import plan as plan_one

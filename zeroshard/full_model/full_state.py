@@ -21,7 +21,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.full_model.from_rank0 import FromRank0
 from zeroshard.full_model.unsharded import expect_none_written
 from zeroshard.io.values import encode
-from zeroshard.model.units import plain_name
+from zeroshard.model.unit_spec import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.gather import Gatherer
 from zeroshard.storage.buffer import Cut

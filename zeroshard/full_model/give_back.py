@@ -16,7 +16,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.full_model.full_state import EVERYWHERE, Destination
 from zeroshard.model.absent import give
 from zeroshard.model.inference import outside_inference
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.life import Life
 from zeroshard.storage.unit import Unit

@@ -23,7 +23,7 @@ from zeroshard.io.checked import CheckpointError
 from zeroshard.io.tensor_file import TensorFile, open_model
 from zeroshard.layout.interval import Interval
 from zeroshard.model.managed import Managed
-from zeroshard.model.units import plain_name
+from zeroshard.model.unit_spec import plain_name
 from zeroshard.storage.unit import Unit, slices_of
 
 META = torch.device("meta")

@@ -29,7 +29,7 @@ from zeroshard.failures.positions import in_short
 from zeroshard.full_model.kept_weights import keeping
 from zeroshard.full_model.replaced import Found, put_back, take_over, uses
 from zeroshard.layout.interval import Interval
-from zeroshard.model.units import plain_name
+from zeroshard.model.unit_spec import plain_name
 from zeroshard.runtime.engine import Engine
 from zeroshard.storage.main_weights import have_same_bits
 from zeroshard.storage.unit import Unit

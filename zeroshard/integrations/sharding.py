@@ -24,7 +24,9 @@ from zeroshard.loss_scale import LossScalePolicy, as_policy
 from zeroshard.model.casting import Precisions, Rules
 from zeroshard.model.managed import Ignored, Managed
 from zeroshard.model.paths import Modules, modules_of
-from zeroshard.model.units import KeepGathered, UnitPolicy, boundaries, kept_gathered, plain_name
+from zeroshard.model.unit_policy import UnitPolicy, boundaries
+from zeroshard.model.unit_spec import plain_name
+from zeroshard.model.units import KeepGathered, kept_gathered
 from zeroshard.optimizer import ShardedOptimizer, scaled_loss
 from zeroshard.placement import SHARDED, Plan, as_plan
 from zeroshard.precision import FLOATS, MixedPrecision, as_precision, precision_for

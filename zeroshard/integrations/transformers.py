@@ -22,7 +22,7 @@ from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import Handle
 from zeroshard.integrations.accelerate import FOLDER, Accelerator, expect_alone
 from zeroshard.integrations.sharding import Sharding, expect_handle_of, handle_of_model, is_movable, needing
-from zeroshard.model.units import plain_name
+from zeroshard.model.unit_spec import plain_name
 from zeroshard.optimizer import ShardedOptimizer
 from zeroshard.placement import Plan
 

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 
 NEGLIGIBLE = 1 << 16
 """If full buffers are multiples of at most this many elements (up to 256 ranks), units stay as they are: a message of

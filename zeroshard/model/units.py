@@ -1,161 +1,35 @@
 """Divides a model into units: parameters that are gathered, reduced and released together.
 
-It uses only names, shapes and dtypes, so it also runs on the meta device, for the planner. (A unit's memory:
-`storage/unit.py`.)
+It uses only names, shapes and dtypes, so it also runs on the meta device, for the planner.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeroshard.comm.transport import Transport
-from zeroshard.errors import InvalidType, InvalidValue
-from zeroshard.layout.layout import BufferLayout
-from zeroshard.layout.pool_plan import Request
+from zeroshard.errors import InvalidValue
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.batch_norms import expect_kept
 from zeroshard.model.casting import Pattern, Precisions, Region, Rules, matches
-from zeroshard.model.paths import Modules, first_paths, modules_of, parent
-from zeroshard.model.readers import has_forward, is_whole, readers, takes_hooks
+from zeroshard.model.paths import Modules, modules_of, parent
+from zeroshard.model.readers import readers, takes_hooks
+from zeroshard.model.unit_policy import DEFAULT_UNIT_BYTES, UnitPolicy, modules_by_unit
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.precision import FLOATS, MixedPrecision, precision_for
 
-Group = Sequence[nn.Module | str]
-UnitPolicy = type[nn.Module] | str | Sequence[type[nn.Module] | str | Group] | Callable[[nn.Module], bool] | int | None
 KeepGathered = bool | Pattern | Sequence[Pattern]
-DEFAULT_UNIT_BYTES = 32 << 20
 PART_BYTES = DEFAULT_UNIT_BYTES
 """An embedding or a head that the policy leaves to the root unit is a unit of its own, a root part, if its own
 parameters are larger."""
-
-
-@dataclass(frozen=True)
-class UnitSpec:
-    """One unit, before anything is allocated. All its parameters have one dtype and are all trainable or all frozen.
-
-    Attributes:
-        names: parameter names in registration order, as the model has them now (slots have plain names).
-        modules: dotted paths of the modules whose forward needs the weights.
-        calls: those of `modules` that form the unit; their inputs are cast.
-        stays: whether the weights are kept from forward to backward; then the unit has a pool buffer of its own.
-        outer: whether other units run while this one is in use (the root unit, a unit around units, a group of modules
-            around modules of other units); then it has a pool buffer of its own, while the others take turns.
-        gathered_by: of a root part: the calls of `modules` that gather the weights. The call of the model only keeps
-            them, from then on until it ends.
-        places: numbers of its first and last parameter, in registration order. Backward comes to the last one first.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
-    precision: MixedPrecision
-    trainable: bool
-    modules: tuple[str, ...]
-    outer: bool
-    calls: tuple[str, ...] = ()
-    stays: bool = False
-    gathered_by: tuple[str, ...] = ()
-    places: tuple[int, int] = (0, 0)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether it is a root part: a large module that the policy leaves to the root unit, as a unit of its own."""
-        return bool(self.gathered_by)
-
-    @property
-    def of_root(self) -> bool:
-        """Whether the call of the whole model keeps the weights: the root unit, and root parts."""
-        return "" in self.modules
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """The dtype of the weights. Frozen weights are cast like others (a forward computes in one dtype), except
-        quantised ones."""
-        return self.precision.param if self.trainable or self.dtype in FLOATS else self.dtype
-
-    @property
-    def widens_gradients(self) -> bool:
-        """Whether gradients are accumulated in a wider dtype than that of the weights, in which autograd makes them."""
-        return self.precision.grad.itemsize > self.weight_dtype.itemsize
-
-    def weight_request(self, numel: int, *, in_common: bool = False) -> Request:
-        """The request for a full-size buffer to gather into. Units that differ in dtype, trainability or precision may
-        be needed at the same time (several units of one module), so they have different queues.
-
-        Args:
-            in_common: whether the shards lie side by side: the buffer then needs no memory. The unit still takes turns,
-                so that the same units are gathered at the same times under every transport.
-        """
-        queue = (self.weight_dtype, self.trainable, self.precision)
-        num_bytes = 0 if in_common else numel * self.weight_dtype.itemsize
-        return Request(self.name, queue, num_bytes, self.outer or self.stays)
-
-    def bucket_request(self, numel: int) -> Request:
-        """The request for a full-size bucket to accumulate into."""
-        precision = self.precision.grad
-        return Request(self.name, precision, numel * precision.itemsize, self.outer, self.places)
-
-    def reduce_scratch(
-        self, transport: type[Transport], num_shards: int, num_replicas: int, *, in_place: bool
-    ) -> tuple[int, int]:
-        """Scratch bytes of a reduction: of the sum over shards, and of the sum over replicas. `in_place`: no unit
-        borrows its bucket."""
-        numel, sizes = self.layout(num_shards, num_replicas).numel, (num_shards, num_replicas)
-        return transport.scratch_of_each(numel, self.precision.grad, self.precision.wire, *sizes, in_place=in_place)
-
-    def layout(self, num_shards: int, num_replicas: int = 1) -> BufferLayout:
-        """The layout of the full buffer: parameters in reverse registration order, so that backward fills the buffer
-        from the front."""
-        found = self._layouts.get((num_shards, num_replicas))
-        if found is None:
-            shapes = [(plain_name(name), shape) for name, shape in zip(self.names, self.shapes, strict=True)][::-1]
-            found = BufferLayout.pack(shapes, num_shards, num_replicas=num_replicas)
-            self._layouts[num_shards, num_replicas] = found
-        return found
-
-    @cached_property
-    def _layouts(self) -> dict[tuple[int, int], BufferLayout]:
-        return {}
-
-
-class HasSpec(Protocol):
-    @property
-    def spec(self) -> UnitSpec: ...
-
-
-T = TypeVar("T", bound=HasSpec)
-
-
-def in_order_of_reduction(units: Sequence[T]) -> list[T]:
-    """The units in the order in which they are reduced: the last one first; but modules of the root that come behind
-    other units (a head) only before the last of these. So they are reduced while the first block computes."""
-    # [Note: the root in the order of reduction]
-    # A rank may leave out a module of the root, and then holds up the reductions behind that of the module until the
-    # end of its backward. Its peers must not wait for these while it waits for a gather that they have not begun. So
-    # inside of a backward a rank starts the reductions of the root, and those behind the first of them, only when it
-    # has begun all gathers, and if it need not wait for one of them (`Reducer._may_start`). Only one unit that takes
-    # turns is behind them, so that no bucket is waited for. (docs/design.md: "The root unit and its parts")
-    first = next((number for number, unit in enumerate(units) if not unit.spec.of_root), len(units) - 1)
-    early = [unit for unit in units[:first:-1] if unit.spec.of_root]
-    others = [unit for unit in units[:first:-1] if not unit.spec.of_root]
-    return [*others, *early, *units[first::-1]] if units else []
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter in the original model, without the prefixes of torch.compile and of torch's checkpoint
-    wrapper."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def choose_units(
@@ -243,7 +117,7 @@ class Division:
     def __init__(
         self, modules: Modules, groups: dict[str, str], whole: dict[str, list[str]], read_by: dict[str, str]
     ) -> None:
-        """`groups`, `whole`: see `_modules_by_unit`."""
+        """`groups`, `whole`: see `modules_by_unit`."""
         self._groups, self._whole = groups, whole
         self.owner: dict[int, str] = {}
         self._users: dict[int, list[str]] = {}  # id of parameter -> modules that use it directly
@@ -271,7 +145,7 @@ class Division:
     def by(cls, policy: UnitPolicy, modules: Modules) -> Self:
         """Divide the model as `choose_units` says."""
         read_by = readers(modules)
-        division = cls(modules, *_modules_by_unit(modules, policy, read_by), read_by)
+        division = cls(modules, *modules_by_unit(modules, policy, read_by), read_by)
         if policy is not None and not isinstance(policy, int):  # by size, a module that fits is not divided
             division.divide_root(_size_of_vocabulary(modules), read_by)
         return division
@@ -345,152 +219,8 @@ class Division:
         return any(self._inside[path] - {unit} for path in modules)
 
 
-def boundaries(policy: UnitPolicy, modules: Modules) -> Hashable:
-    """Where the policy draws the boundaries of units: the unit of each module, or a number of bytes. Two policies with
-    equal boundaries divide a model alike. It refers to no module, so a handle may keep it."""
-    if policy is None or isinstance(policy, int):
-        return DEFAULT_UNIT_BYTES if policy is None else policy
-    if all(parameter is None for module in modules.values() for parameter in module._parameters.values()):
-        return ()  # nothing to divide, and a class that is named may match nothing
-    return tuple(_modules_by_unit(modules, policy, readers(modules))[0].items())
-
-
 def _size_of_vocabulary(modules: Modules) -> int | None:
     return max((one.num_embeddings for one in modules.values() if isinstance(one, nn.Embedding)), default=None)
-
-
-def _modules_by_unit(
-    modules: Modules, policy: UnitPolicy, read_by: dict[str, str]
-) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Path of each module -> the unit of its own parameters ("" is the root unit); and unit -> paths of the modules
-    whose call needs the whole unit."""
-    if isinstance(policy, bool):
-        raise InvalidType("units must be module classes or their names, a callable or a number of bytes, found a bool")
-    if policy is None or isinstance(policy, int):
-        return _modules_by_size(modules, DEFAULT_UNIT_BYTES if policy is None else policy, read_by)
-    policy = _with_classes(policy, modules)
-    matches = _matcher(policy)
-    of_group = _groups(modules, policy, read_by)
-    groups: dict[str, str] = {}
-    any_matches = False
-    for path, module in modules.items():
-        reader = read_by[path]
-        if reader != path and (is_whole(modules[reader]) or not takes_hooks(module)):
-            groups[path] = groups[reader]
-            continue
-        if module in of_group:
-            groups[path], any_matches = of_group[module], True
-            continue
-        matching = any(map(matches, module.modules())) if module._modules and is_whole(module) else matches(module)
-        any_matches |= matching
-        groups[path] = path if path and matching else groups[parent(path)] if path else ""
-    if not any_matches:
-        raise InvalidValue(
-            f"units={policy!r} matches no module of {type(modules['']).__name__}; its modules are of the classes "
-            f"{', '.join(_classes_in(modules)) or '(none)'}"
-        )
-    grouped = set(of_group.values())
-    whole = {unit: [unit] for unit in groups.values() if unit not in grouped}
-    for module, path in first_paths(modules).items() if of_group else ():
-        if module in of_group:
-            whole.setdefault(of_group[module], []).extend(_outermost_called(path, module))
-    return groups, whole
-
-
-def _classes_in(modules: Modules) -> list[str]:
-    """The names of the classes of all modules inside the model, for messages."""
-    return sorted({type(module).__name__ for path, module in modules.items() if path})
-
-
-def _with_classes(policy: UnitPolicy, modules: Modules) -> UnitPolicy:
-    """The policy with classes in place of class names, and lists in place of other sequences. A name may be that of a
-    class in the model or of one of its base classes, may have its Python module in front, and may be a list separated
-    by commas.
-
-    Raises:
-        ValueError: there is no class of that name; the message suggests the nearest one.
-    """
-    if isinstance(policy, str):
-        return _classes_named(policy, modules)
-    if isinstance(policy, Sequence):  # of any class: a ListConfig of omegaconf is no list
-        lists = [list(item) if isinstance(item, Sequence) and not isinstance(item, str) else item for item in policy]
-        named = [_classes_named(item, modules) if isinstance(item, str) else [item] for item in lists]
-        return [item for items in named for item in items]
-    return policy
-
-
-def _classes_named(text: str, modules: Modules) -> list[type[nn.Module]]:
-    kinds = dict.fromkeys(kind for of in dict.fromkeys(map(type, modules.values())) for kind in of.__mro__)
-    classes = [kind for kind in kinds if issubclass(kind, nn.Module) and kind is not nn.Module]
-    found: list[type[nn.Module]] = []
-    for name in (part.strip() for part in text.split(",")):
-        matching = [kind for kind in classes if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")]
-        if not matching:
-            known, model = _classes_in(modules), type(modules[""]).__name__
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            if name in modules:
-                hint = f". To name a module, and not its class: units=[({name!r},)]"
-            elif name[:1].isdigit():
-                hint = ". A number of bytes is an int: units=64 * 2**20"
-            raise InvalidValue(
-                f"units={text!r}: {model} has no module of a class {name!r}; its modules are of the "
-                f"classes {', '.join(known) or '(none)'}{hint}"
-            )
-        found += matching
-    return found
-
-
-def _matcher(policy: object) -> Callable[[nn.Module], bool]:
-    """A test for modules that are units by themselves."""
-    items = policy if isinstance(policy, (list, tuple)) else [policy]
-    if found := next((type(item).__name__ for item in items if isinstance(item, nn.Module)), None):
-        raise InvalidType(
-            f"units: found a module ({found}), expected its class: units={found}. Modules that form one unit are a "
-            f"group inside a list: units=[{found}, (model.norm, model.head)]"
-        )
-    classes = tuple(item for item in items if isinstance(item, type))
-    rest = [item for item in items if not isinstance(item, type)]
-    if items and all(isinstance(item, (list, tuple)) for item in rest):
-        return lambda module: isinstance(module, classes)
-    if isinstance(policy, (list, tuple)) or not callable(policy):
-        raise InvalidType(
-            "units must be module classes or their names, groups of modules or names, a callable or a number of bytes, "
-            f"found {policy!r}"
-        )
-    try:
-        inspect.signature(policy).bind(None)
-    except (TypeError, ValueError):
-        raise InvalidType(
-            f"units: a function is called with each module, and says whether it is a unit; found {policy!r}. In place "
-            "of a policy of FSDP: the classes that it wraps, units=Block, or a number of bytes"
-        ) from None
-    return policy
-
-
-def _groups(modules: Modules, policy: object, read_by: dict[str, str]) -> dict[nn.Module, str]:
-    """Each module in a group -> the name of the unit.
-
-    Raises:
-        ValueError: an empty group; a module that is not in the model, or that is in two groups.
-    """
-    found: dict[nn.Module, str] = {}
-    groups = [one for one in policy if not isinstance(one, type)] if isinstance(policy, (list, tuple)) else []
-    paths = first_paths(modules) if groups else {}
-    for group in groups:
-        members = []
-        for one in group:
-            path = one if isinstance(one, str) else paths.get(one, "") if isinstance(one, nn.Module) else ""
-            if not path or path not in modules:
-                shown = repr(one) if isinstance(one, str) else f"a {type(one).__name__}"
-                raise InvalidValue(f"units: {shown} in a group is no module inside {type(modules['']).__name__}")
-            members.append(read_by[path])  # a submodule of a whole module stands for all of it
-        if not members:
-            raise InvalidValue("units: a group without modules")
-        for path in members:
-            if found.setdefault(modules[path], " + ".join(members)) != " + ".join(members):
-                raise InvalidValue(f"units: {path} is in two groups")
-    return found
 
 
 def kept_gathered(modules: Modules, specs: Sequence[UnitSpec], keep: KeepGathered) -> list[UnitSpec]:
@@ -516,76 +246,6 @@ def kept_gathered(modules: Modules, specs: Sequence[UnitSpec], keep: KeepGathere
             raise InvalidValue(f"keep_gathered: {pattern!r} matches no unit; units are {[spec.name for spec in specs]}")
         result = [replace(spec, stays=spec.stays or hit) for spec, hit in zip(result, matching, strict=True)]
     return result
-
-
-def _modules_by_size(
-    modules: Modules, unit_bytes: int, read_by: dict[str, str]
-) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Group neighbouring modules, in registration order, until the next one would exceed `unit_bytes`.
-
-    A module that fits is not divided: it may use the weights of its submodules without calling them (in a fused kernel;
-    or a head that uses an embedding). Undivided, all its weights are gathered when it is called.
-
-    Returns:
-        Path of each module -> its unit; and unit -> the undivided modules in it.
-    """
-    if unit_bytes <= 0:
-        raise InvalidValue(f"units as a number of bytes must be positive, found {unit_bytes}")
-    own, inside = _bytes_by_module(modules, read_by)
-    groups: dict[str, str] = {}
-    undivided: dict[str, list[str]] = {}
-    current, size = "", 0
-
-    def visit(path: str, module: nn.Module) -> None:
-        nonlocal current, size
-        fits = inside[path] <= unit_bytes or (bool(path) and is_whole(module))
-        num_bytes = inside[path] if fits else own[path]
-        if num_bytes and path and (not current or size + num_bytes > unit_bytes):
-            current, size = f"{path}..", 0
-        size += num_bytes if path else 0
-        groups[path] = (current or f"{path}..") if path else ""
-        if fits:
-            if inside[path]:
-                undivided.setdefault(groups[path], []).extend(_outermost_called(path, module))
-            nested = [name for name, _ in module.named_modules(prefix=path, remove_duplicate=False)]
-            groups.update(dict.fromkeys(nested, groups[path]))
-        else:
-            for name, child in module.named_children():
-                visit(f"{path}.{name}" if path else name, child)
-
-    visit("", modules[""])
-    by_module = {modules[path]: group for path, group in groups.items()}
-    for path, module in modules.items():  # further paths of a shared module: its one unit
-        groups.setdefault(path, by_module.get(module, ""))
-    held = {path: read_by[path] for path, module in modules.items() if module._parameters}
-    return groups | {path: groups[reader] for path, reader in held.items()}, undivided
-
-
-def _bytes_by_module(modules: Modules, read_by: dict[str, str]) -> tuple[dict[str, int], dict[str, int]]:
-    """Path -> bytes of the parameters that the module reads; and path -> bytes of all parameters inside it. A shared
-    parameter counts at its first place."""
-    own = dict.fromkeys(read_by, 0)
-    seen: set[int] = set()
-    for path, module in modules.items():
-        first = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-        seen.update(map(id, first))
-        own[read_by[path]] += sum(p.numel() * p.element_size() for p in first)
-    inside = dict.fromkeys(own, 0)
-    for path, num_bytes in own.items():
-        inside[""] += num_bytes
-        while path:
-            inside[path] += num_bytes
-            path = parent(path)
-    return own, inside
-
-
-def _outermost_called(path: str, module: nn.Module) -> Iterator[str]:
-    """The path of the module itself; or, if it has no forward (a list), of the outermost modules in it that have."""
-    if has_forward(module):
-        yield path
-        return
-    for name, child in module.named_children():
-        yield from _outermost_called(f"{path}.{name}" if path else name, child)
 
 
 def refuse_unsupported(name: str, parameter: Tensor) -> None:

@@ -27,7 +27,7 @@ from zeroshard.model.casting import Cast, Precisions, Rules, attach_casts, casts
 from zeroshard.model.paths import modules_of
 from zeroshard.model.recomputing import recompute, worth_recomputing
 from zeroshard.model.trees import tensors_in
-from zeroshard.model.units import UnitSpec, plain_name
+from zeroshard.model.unit_spec import UnitSpec, plain_name
 from zeroshard.planning.calls import Calls, Recorder
 from zeroshard.planning.once import once
 from zeroshard.planning.operators import AsOnGPUs, product_of_groups, without_autocast, without_onednn

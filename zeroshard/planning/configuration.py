@@ -9,9 +9,11 @@ from zeroshard.comm.transport import TransportName
 from zeroshard.errors import InvalidType
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Ignored
-from zeroshard.model.units import KeepGathered, UnitPolicy
+from zeroshard.model.unit_policy import UnitPolicy
+from zeroshard.model.units import KeepGathered
 from zeroshard.placement import Plan, as_plan
-from zeroshard.planner import Topology, expect_device, expect_mesh, expect_number
+from zeroshard.planned.parts import Topology
+from zeroshard.planner import expect_device, expect_mesh, expect_number
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.optimizers import GroupOf, Optimizers
 

@@ -24,7 +24,8 @@ from zeroshard.layout.cuts import cut, sizes_for
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.placement import REPLICATED
-from zeroshard.planner import PlannedUnit, Training, by_stepper
+from zeroshard.planned.parts import PlannedUnit
+from zeroshard.planned.training import Training, by_stepper
 from zeroshard.planning.optimizers import Needs
 from zeroshard.step.stepper import StateChunk, StateEntry, whole_entry
 

@@ -13,7 +13,9 @@ from zeroshard.errors import InvalidValue
 from zeroshard.io.logger import LOGGER
 from zeroshard.model.casting import Precisions
 from zeroshard.model.managed import Managed
-from zeroshard.model.units import UnitPolicy, UnitSpec, choose_units
+from zeroshard.model.unit_policy import UnitPolicy
+from zeroshard.model.unit_spec import UnitSpec
+from zeroshard.model.units import choose_units
 from zeroshard.placement import PLANS, SHARDED, Plan
 from zeroshard.planning.activations import Workload
 from zeroshard.planning.configuration import Configuration

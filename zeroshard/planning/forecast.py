@@ -9,9 +9,10 @@ from functools import cached_property
 from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.placement import Plan
-from zeroshard.planner import Bytes, Topology, Training, fullest_rank
+from zeroshard.planned.parts import Bytes, Topology
+from zeroshard.planned.training import Training, fullest_rank
 from zeroshard.planning.activations import Trace
 from zeroshard.planning.configuration import Configuration
 from zeroshard.planning.disk import Checkpoint

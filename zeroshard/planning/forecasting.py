@@ -19,9 +19,11 @@ from zeroshard.checkpoint.writer import FilePlan
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.handle import handle_of
 from zeroshard.model.managed import Managed
-from zeroshard.model.units import UnitSpec, choose_units
+from zeroshard.model.unit_spec import UnitSpec
+from zeroshard.model.units import choose_units
 from zeroshard.placement import SHARDED
-from zeroshard.planner import Bytes, PlannedBuffer, PlannedUnit, Training, resting
+from zeroshard.planned.parts import Bytes, PlannedBuffer, PlannedUnit
+from zeroshard.planned.training import Training, resting
 from zeroshard.planning import whole_model
 from zeroshard.planning.configuration import Configuration
 from zeroshard.planning.disk import Checkpoint

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.placement import SHARDED
-from zeroshard.planner import Training
+from zeroshard.planned.training import Training
 from zeroshard.planning.in_words import in_units
 from zeroshard.planning.time_model import Machine
 

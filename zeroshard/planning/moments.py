@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from zeroshard.errors import InvalidValue
 from zeroshard.placement import SHARDED
-from zeroshard.planner import Bytes, PlannedUnit, Training
+from zeroshard.planned.parts import Bytes, PlannedUnit
+from zeroshard.planned.training import Training
 from zeroshard.planning.activations import Trace
 
 PHASES = ("forward", "backward", "step", "between steps")

@@ -20,8 +20,8 @@ from zeroshard import optim
 from zeroshard.errors import InvalidType, InvalidValue
 from zeroshard.io.named import in_one_line, named
 from zeroshard.layout.layout import Slot
-from zeroshard.model.units import plain_name
-from zeroshard.planner import Bytes, OptimizerNeeds, PlannedUnit
+from zeroshard.model.unit_spec import plain_name
+from zeroshard.planned.parts import Bytes, OptimizerNeeds, PlannedUnit
 from zeroshard.planning.state import Entry, OptimizerKind
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.granularity import Granularity, granularity_of

@@ -16,7 +16,7 @@ import torch
 
 from zeroshard.comm.pending import Pending
 from zeroshard.model.paths import parent
-from zeroshard.planner import PlannedUnit
+from zeroshard.planned.parts import PlannedUnit
 from zeroshard.planning.calls import Calls, Event
 from zeroshard.runtime.calls import Visit
 from zeroshard.runtime.gather import Gatherer

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zeroshard.errors import InvalidValue
 from zeroshard.layout.cuts import SIZES
-from zeroshard.planner import Bytes
+from zeroshard.planned.parts import Bytes
 from zeroshard.step.assignment import OptimizerClass, Options
 from zeroshard.step.inner import built_for_trial, for_trial, run_step, trial
 from zeroshard.storage.buffer import live_bytes

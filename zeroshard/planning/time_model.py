@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from zeroshard.comm.comm_log import CommEvent
 from zeroshard.errors import InvalidValue
-from zeroshard.model.units import in_order_of_reduction
+from zeroshard.model.unit_spec import in_order_of_reduction
 from zeroshard.placement import REPLICATED
-from zeroshard.planner import Training
+from zeroshard.planned.training import Training
 
 FORWARD, BACKWARD = 2, 4
 """Floating-point operations per weight element and token."""

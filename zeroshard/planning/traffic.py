@@ -18,7 +18,8 @@ from zeroshard.comm.comm_log import CommEvent
 from zeroshard.comm.packets import packet_sizes
 from zeroshard.model.paths import parent
 from zeroshard.placement import REPLICATED, SHARDED
-from zeroshard.planner import PlannedUnit, PlannedWhole, Training, resting
+from zeroshard.planned.parts import PlannedUnit, PlannedWhole
+from zeroshard.planned.training import Training, resting
 from zeroshard.planning.calls import Calls, Event
 from zeroshard.planning.once import once
 from zeroshard.planning.replay import Replay

@@ -12,7 +12,8 @@ from functools import reduce
 import torch
 
 from zeroshard.placement import SHARDED
-from zeroshard.planner import PlannedUnit, Training, by_stepper
+from zeroshard.planned.parts import PlannedUnit
+from zeroshard.planned.training import Training, by_stepper
 from zeroshard.planning.optimizers import Needs
 
 

@@ -12,7 +12,8 @@ from zeroshard.errors import InvalidValue
 from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import BufferLayout, Slot
 from zeroshard.placement import PLANS, Placement, Plan
-from zeroshard.planner import Bytes, PlannedUnit, Topology, Training
+from zeroshard.planned.parts import Bytes, PlannedUnit, Topology
+from zeroshard.planned.training import Training
 from zeroshard.planning.forecast import Forecast
 from zeroshard.planning.moments import PHASES, Moment
 from zeroshard.planning.once import traced_once

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zeroshard.planner import Bytes
+from zeroshard.planned.parts import Bytes
 from zeroshard.planning.fit import KINDS_IN_WORDS
 from zeroshard.planning.in_words import in_units
 from zeroshard.planning.moments import PHASES

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.model.casting import end_calls, running
 from zeroshard.model.outside_graphs import between_graphs
 from zeroshard.model.room import with_room
-from zeroshard.model.units import HasSpec
+from zeroshard.model.unit_spec import HasSpec
 from zeroshard.runtime.seen_by_hooks import SeenByHooks
 from zeroshard.storage.unit import Unit
 

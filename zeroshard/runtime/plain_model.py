@@ -17,7 +17,7 @@ from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.absent import is_absent
 from zeroshard.model.managed import Managed
 from zeroshard.model.transforms import given_tensors, in_functional_call
-from zeroshard.model.units import plain_name
+from zeroshard.model.unit_spec import plain_name
 from zeroshard.storage.unit import Unit
 
 Undo = Callable[[], None]

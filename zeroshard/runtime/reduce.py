@@ -36,7 +36,7 @@ from zeroshard.errors import InvalidState
 from zeroshard.gradients.loss_ledger import LossLedger
 from zeroshard.gradients.origins import Origins
 from zeroshard.gradients.visible import VisibleGradients
-from zeroshard.model.units import in_order_of_reduction
+from zeroshard.model.unit_spec import in_order_of_reduction
 from zeroshard.placement import PARTIAL
 from zeroshard.runtime.calls import ToCome
 from zeroshard.runtime.reach import is_accumulated
@@ -356,7 +356,7 @@ class Reducer:
 
     def _may_start(self, unit: Unit) -> bool:
         """Whether a reduction may start before the end of backward; see [Note: the root in the order of reduction] in
-        `units.py`. (Those of the root are ready only when backward comes to no unit any more.)"""
+        `unit_spec.py`. (Those of the root are ready only when backward comes to no unit any more.)"""
         if self.now.cursor < self._root_begins or self.now.is_awaited:
             return True
         waits_for = self._reductions.must_finish_before(unit)

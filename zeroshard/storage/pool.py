@@ -26,7 +26,7 @@ from torch import Tensor
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan, Request, beyond_turns, kept
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.ranks.shared_memory import Segment
 from zeroshard.storage.gradient_buffer import GradientBuffer
 from zeroshard.storage.host_memory import keep_freed_memory, prefer_huge_pages

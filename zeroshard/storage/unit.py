@@ -15,7 +15,7 @@ from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.messages import labels
 from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import as_tensors
-from zeroshard.model.units import UnitSpec
+from zeroshard.model.unit_spec import UnitSpec
 from zeroshard.placement import REPLICATED, SHARDED, Placement, Plan
 from zeroshard.ranks.common import Common
 from zeroshard.storage.buffer import FlatBuffer

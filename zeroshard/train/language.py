@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import InvalidValue
 from zeroshard.integrations.causal_lm import build, read_config, units_of
-from zeroshard.model.units import UnitPolicy
+from zeroshard.model.unit_policy import UnitPolicy
 from zeroshard.train.config import ModelConfig, UserError
 from zeroshard.train.flops import flops_per_token
 from zeroshard.train.model import GPT, Block

@@ -26,7 +26,8 @@ from zeroshard.io.logger import LOGGER
 from zeroshard.io.refused import in_words
 from zeroshard.loss_scale import DynamicScale
 from zeroshard.model.recomputing import recompute, worth_recomputing
-from zeroshard.planner import OptimizerNeeds, Topology, Training
+from zeroshard.planned.parts import OptimizerNeeds, Topology
+from zeroshard.planned.training import Training
 from zeroshard.train.config import (
     Config,
     ScheduleConfig,

@@ -1,0 +1,1 @@
+"""What is planned before anything is allocated: a model under a plan, in bytes of one rank."""
