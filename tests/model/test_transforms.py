@@ -22,7 +22,21 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils import _pytree as pytree
 
 import zeroshard
-from tests.kit import PLANS, VOCAB, WIDTH, Block, Job, Net, loss_of_tokens, make, plans_of, same_bits, train
+from tests.kit import (
+    PLANS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Job,
+    Net,
+    beside_one_process,
+    loss_of_tokens,
+    make,
+    plans_of,
+    same_bits,
+    train,
+    train_reference,
+)
 from tests.together import in_turn, on_ranks
 from zeroshard.model import trees
 
@@ -250,3 +264,46 @@ def test_a_trace_of_torch_fx(rank: int) -> None:
     with handle.unsharded():
         traced(x).sum().backward()
     assert torch.equal(handle.gradient("0.gate"), of_calls)
+
+
+class Branches(Block):
+    """Branches of `torch.cond`, which does not take two weights of one memory: copies, unless `alias`."""
+
+    alias = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.up.weight, self.down.weight
+        if not self.alias:
+            up, down = up.clone(), down.clone()
+        x = self.norm(x) + self.up.bias.sum()
+
+        def one(x: Tensor) -> Tensor:
+            return torch.tanh(x @ up.t()) @ down.t()
+
+        return x + torch.cond(x.sum() > 0, one, lambda x: one(x) * 2, (x,))
+
+
+class Branching(Net):
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+
+
+@pytest.mark.by_cpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # raised by torch, which looks at all inputs
+def test_branches_of_torch_cond(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take copies of the weights, as docs/troubleshooting.md says; without copies torch raises."""
+    job = Job(model=Branching)
+
+    def of_rank(rank: int) -> Any:
+        found = train(job, zeroshard.ZERO3, rank)
+        monkeypatch.setattr(Branches, "alias", True)
+        model = make(Branching)
+        zeroshard.shard(model, "zero3", units=Block)
+        with pytest.raises(RuntimeError, match="Higher order ops do not support aliasing"):
+            model(tokens(rank))
+        return found
+
+    truth, found = beside_one_process(lambda: train_reference(job, 2), of_rank, 2)
+    for expected, mine in zip(truth, found, strict=True):
+        assert same_bits(mine.weights, expected.weights) and mine.losses == expected.losses

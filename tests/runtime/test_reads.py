@@ -201,6 +201,20 @@ def test_a_forward_that_runs_later_is_named(rank: int) -> None:
             module(torch.ones(2, 3)).send(None)
 
 
+class Sums(Net):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + sum(weight.sum() for weight in self.parameters())
+
+
+@on_ranks(2)
+def test_a_generator_in_a_forward_is_not_taken_for_a_forward_that_runs_later(rank: int) -> None:
+    """The advice was to return a list."""
+    model = make(Sums)
+    zeroshard.shard(model, "zero3", units=Block)
+    with pytest.raises(RuntimeError, match=r"weight are not here, .* let units= name a block that contains all uses"):
+        loss_of_tokens(model, rank, 0, 0)
+
+
 @pytest.mark.by_cpu
 @on_ranks(2)
 def test_descriptions_are_those_of_the_plain_model(rank: int) -> None:

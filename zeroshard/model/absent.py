@@ -344,12 +344,17 @@ def not_here(name: str, unit: str) -> str:
 def _in_lazy_forward() -> str | None:
     """What the forward (or a part of it) is whose lines read the parameter, if they do not run in its call."""
     frame = inspect.currentframe()
+    found: dict[tuple[str, str], str] = {}  # the forward -> what it is
     while frame is not None:
-        code = frame.f_code
-        if "forward" in code.co_qualname.split(".") and code.co_flags & _LAZY:
-            return "coroutine" if code.co_flags & inspect.CO_COROUTINE else "generator"
+        code, parts = frame.f_code, frame.f_code.co_qualname.split(".")
+        if "forward" in parts:
+            forward = code.co_filename, ".".join(parts[: parts.index("forward") + 1])
+            if code.co_flags & _LAZY:
+                found.setdefault(forward, "coroutine" if code.co_flags & inspect.CO_COROUTINE else "generator")
+            else:  # a generator in it, sum(... for ...), runs in its call
+                found.pop(forward, None)
         frame = frame.f_back
-    return None
+    return next(iter(found.values()), None)
 
 
 def by_whom(is_sharded: Callable[[Any], bool]) -> str | None:
