@@ -5,6 +5,7 @@ Now all ranks soon report which rank is in which call, and which calls are colle
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -25,13 +26,13 @@ from torch import nn
 
 import zeroshard
 from tests.checkpoint.common import Run
-from tests.failures.common import Ended, Ranks, finish_all, has_ended
+from tests.failures.common import Ended, Ranks, finish_all, has_ended, wait_until_noted
 from tests.patience import AT_ONCE, wait_until
 from tests.ports import free_port
 from tests.together import on_ranks
 from zeroshard.checkpoint import files
 from zeroshard.errors import InvalidState
-from zeroshard.failures import positions
+from zeroshard.failures import positions, watch
 from zeroshard.failures.blame import describe_knot
 from zeroshard.failures.positions import HERE, Here, Position, Wait, knot
 from zeroshard.failures.whereabouts import SAVES, only_saves
@@ -491,6 +492,57 @@ def test_only_a_save_in_the_background_may_outlive_the_program() -> None:
 
     saves, trains = Ranks(rank_main, 1, f"{SAVES} 3", True), Ranks(rank_main, 1, "trains", False)
     assert [one.statuses for one in finish_all([saves, trains])] == [[0], [0]]
+
+
+def in_multiprocessing(rank: int, folder: Path, case: str) -> None:
+    """Rank 1 ends its work. Rank 0 goes on for long enough to find that a process has died, or waits for rank 1."""
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    zeroshard.init()
+    dist.barrier()
+    if rank == 1 and case == "raises":
+        raise ValueError("of rank 1 alone")
+    if rank == 1 and case == "raises, and is caught":  # as torch.multiprocessing.spawn does
+        try:
+            raise ValueError("of rank 1 alone")
+        except ValueError:
+            sys.exit(1)
+    current = watch.current()
+    if rank == 0 and current is not None:
+        if case == "returns":
+            wait_until(lambda: has_ended(int((folder / "pid-1").read_text())))
+            wait_until_noted()
+            wait_until_noted()
+            current.expect_alive([])
+            (folder / "said").write_text("nothing")
+        else:
+            try:
+                zeroshard.wait_for_all()
+            except RuntimeError as error:
+                (folder / "said").write_text(str(error))
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("returns", "nothing"),
+        ("raises", "rank 1 failed: ValueError: of rank 1 alone"),
+        ("raises, and is caught", "rank 1 failed: ValueError: of rank 1 alone"),
+    ],
+)
+def test_what_multiprocessing_has_forked_ends_like_other_processes(case: str, said: str, tmp_path: Path) -> None:
+    """It calls os._exit, and neither the functions of `atexit` nor `sys.excepthook`. A rank that had returned was taken
+    for dead, and its peers ended."""
+    forked = multiprocessing.get_context("fork")
+    ranks = [forked.Process(target=in_multiprocessing, args=(rank, tmp_path, case)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert (tmp_path / "said").read_text() == said
+    assert [process.exitcode for process in ranks] == [0, int(case != "returns")]
 
 
 def test_a_process_that_inherits_the_place_of_a_rank_is_told() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -37,7 +38,7 @@ from zeroshard.failures.membership import Membership
 from zeroshard.failures.positions import HERE, Wait, in_short
 from zeroshard.failures.rank_watch import FAILED, Watch, where_it_trains
 from zeroshard.failures.store_line import Attended
-from zeroshard.failures.whereabouts import asks
+from zeroshard.failures.whereabouts import SAVES, asks
 from zeroshard.ranks.backends import backends_of, moves_nothing, timeout_of
 
 _current: Watch | None = None
@@ -62,9 +63,30 @@ def start(*, is_new: bool = False) -> None:
         _expect_threads()
         timeout = timeout_of(group, torch.device(next(iter(backends), "cpu"))).total_seconds()
         _current = Watch(Membership(group, store, is_new=is_new), timeout)
-        atexit.unregister(at_exit)  # of an earlier watch
-        atexit.register(at_exit)
+        _call_at_exit()
         _hooks.install()
+
+
+def _call_at_exit() -> None:
+    atexit.unregister(at_exit)  # of an earlier watch
+    atexit.register(at_exit)
+    if multiprocessing.parent_process() is not None:
+        # What multiprocessing has forked ends by os._exit, without `atexit`: the others would take it for dead. Its own
+        # way to end comes behind what the program has registered there (the lower the later), and its children.
+        multiprocessing.util.Finalize(None, _target_ended, exitpriority=-1)
+
+
+def _target_ended() -> None:
+    """The function that multiprocessing (`torch.multiprocessing.spawn`, say) has called in this process is over."""
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):  # torch has stored the error for its parent, and calls sys.exit
+        error = error.__context__ if error.code else None
+    for thread in threading.enumerate():
+        if thread.name.startswith(SAVES):  # as the interpreter does at its end
+            thread.join()
+    if error is not None:
+        abort(error, quiet=True)  # no `excepthook` is called: multiprocessing prints it
+    at_exit()
 
 
 def _expect_threads() -> None:
