@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -307,6 +309,45 @@ def test_it_is_finished_before_the_process_ends(tmp_path: Path, outcome: str) ->
         assert message in errors[0] and ours == [f"zeroshard: {message}"] and "Traceback" not in errors[1], errors
         assert (tmp_path / "steps1").read_text() == "open until the interpreter ends, a handler\n"
         assert os.listdir(tmp_path / "steps") == []
+
+
+def in_multiprocessing(path: Path, case: str) -> None:
+    def work() -> None:
+        time.sleep(0.2)  # the function that multiprocessing calls is over
+        if case != "good":
+            raise OSError("the disk is gone")
+        path.write_text("saved")
+
+    saving = Saving(7, work)
+    saving.start(background=True)
+    if case == "fail, and wait":
+        with suppress(OSError):
+            saving.wait()
+    if case == "fail, and raise":
+        raise ValueError("of the program")
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "said"),
+    [
+        ("good", 0, ""),
+        ("fail", 1, "zeroshard: a save in the background failed: the disk is gone"),
+        ("fail, and wait", 0, ""),
+        ("fail, and raise", 1, "ValueError: of the program"),
+    ],
+)
+def test_what_multiprocessing_has_forked_tells_of_a_save_that_has_failed(
+    case: str, status: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It calls no function of `atexit`: it ended with status 0, and said nothing."""
+    process = multiprocessing.get_context("fork").Process(target=in_multiprocessing, args=(tmp_path / "step", case))
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == status
+    told = capfd.readouterr().err
+    assert said in told and bool(told) == bool(said)
+    assert (tmp_path / "step").exists() == (case == "good")
 
 
 def works_until_it_is_interrupted() -> None:

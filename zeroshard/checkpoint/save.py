@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -75,6 +76,7 @@ class Saving:
         self._error: BaseException | None = None
         self._seen = False
         self._thread: threading.Thread | None = None
+        self._at_end: multiprocessing.util.Finalize | None = None
 
     @property
     def done(self) -> bool:
@@ -90,6 +92,8 @@ class Saving:
             if self._thread.ident is not None:  # it could be started
                 self._thread.join()
             atexit.unregister(self._at_exit)
+            if self._at_end is not None:
+                self._at_end.cancel()
         self._seen = True
         if self._error is not None:
             raise self._error
@@ -104,6 +108,8 @@ class Saving:
             # Not a daemon: the interpreter must not exit before the save is done.
             self._thread = threading.Thread(target=self._run, name=f"{SAVES} {self.step}", daemon=False)
             atexit.register(self._at_exit)
+            if _is_forked_by_multiprocessing():  # it calls no `atexit`, but this, behind all else that is to be done
+                self._at_end = multiprocessing.util.Finalize(None, self._at_end_of_target, exitpriority=-1000)
             try:
                 self._thread.start()
             except RuntimeError as error:  # no more threads (a limit), or the interpreter ends
@@ -124,7 +130,12 @@ class Saving:
                 traceback.clear_frames(one.__traceback__ if one is not None else None)
         self._work = _nothing  # frees the copies of the values
 
-    def _at_exit(self) -> None:
+    def _at_end_of_target(self) -> None:
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join()
+        self._at_exit(_end_forked_with)
+
+    def _at_exit(self, end_with: Callable[[int], None] | None = None) -> None:
         """At exit without a `wait`: if the save has failed, end the process with an exit status of 1."""
         if not self.done:  # after a Control-C at the end of the program the interpreter has not waited for the thread
             self._interrupt()
@@ -136,7 +147,7 @@ class Saving:
                 sys.stdout.flush(), sys.stderr.flush()
             if not self.done:  # the interpreter cannot end as usual: the thread, in a call of the system, still uses it
                 os._exit(1)
-            _end_with(1)
+            (end_with or _end_with)(1)
 
     def _interrupt(self) -> None:
         """Raise a KeyboardInterrupt in the thread, as in a save that is not in the background: the other ranks are
@@ -333,6 +344,17 @@ def _end_with(status: int) -> None:
     except (OSError, AttributeError):
         is_told = False
     if not is_told:
+        os._exit(status)
+
+
+def _is_forked_by_multiprocessing() -> bool:
+    """Whether this process ends by os._exit when the function that multiprocessing has called in it is over."""
+    method = getattr(multiprocessing.current_process(), "_start_method", None) or multiprocessing.get_start_method()
+    return multiprocessing.parent_process() is not None and method != "spawn"
+
+
+def _end_forked_with(status: int) -> None:
+    if isinstance(sys.exc_info()[1], (SystemExit, type(None))):  # else multiprocessing has yet to print that error
         os._exit(status)
 
 
