@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import zeroshard
@@ -182,6 +183,45 @@ def test_what_wraps_a_model_is_refused() -> None:
         refused(TypeError, r"made already .Adam.: .*ShardedOptimizer\.from_optimizer\(handle, optimizer\)", adam)
         dist.barrier()
         del handle
+
+    run_ranks(check, 2)
+
+
+def test_replicate_and_ddp_around_a_part_are_refused() -> None:
+    """Under DDP they reduced gradients twice, in silence."""
+
+    def check(rank: int) -> None:
+        def model_of() -> nn.Sequential:
+            return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 2)))
+
+        for number in (None, 1):
+            model = model_of()
+            replicate(model if number is None else model[number])
+            with pytest.raises(ValueError, match=r"is wrapped in DDP, by replicate\(\), and reduces gradients as well"):
+                zeroshard.shard(model, "ddp")
+
+        def put(model: nn.Sequential) -> None:
+            model[1] = DistributedDataParallel(model[1])
+
+        told = "DistributedDataParallel is around this model, or a part of it"
+        for plan in ("ddp", "zero1"):
+            for wrap in (put, replicate, lambda model: replicate(model[1])):
+                for has_run in (False, True):
+                    model = model_of()
+                    handle = zeroshard.shard(model, plan)
+                    if has_run:
+                        model(torch.ones(1, 3)).sum().backward()
+                    wrap(model)
+                    with pytest.raises(RuntimeError, match=told):
+                        model(torch.ones(1, 3))
+                    handle.abandon()
+            # A model that is called by its parts alone
+            model = model_of()
+            zeroshard.shard(model, plan, units=nn.Linear)
+            part = DistributedDataParallel(model[1])
+            with pytest.raises(RuntimeError, match=told):
+                part(model[0](torch.ones(1, 3)))
+        dist.barrier()
 
     run_ranks(check, 2)
 

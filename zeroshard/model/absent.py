@@ -26,9 +26,10 @@ from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.layout.layout import Slot
 
 IN_DDP = (
-    "DistributedDataParallel is around this model, and its parameters are sharded: both would reduce the gradients. "
-    "Build the model anew without DistributedDataParallel, shard() it, and call it itself. (Accelerate, Lightning and "
-    "the Trainer of transformers wrap a model: with them, use zeroshard.integrations)"
+    "DistributedDataParallel is around this model, or a part of it (replicate() does the same), and its parameters are "
+    "sharded: both would reduce the gradients. Build the model anew without DistributedDataParallel, shard() it, and "
+    "call it itself. (Accelerate, Lightning and the Trainer of transformers wrap a model: with them, use "
+    "zeroshard.integrations)"
 )
 """The error message for a model that is wrapped."""
 
@@ -50,6 +51,7 @@ _WRAPPERS = {
     ("accelerate.accelerator", "Accelerator.prepare_model"): _IN_LOOP,
     ("transformers.trainer", "Trainer._move_model_to_device"): _IN_LOOP,
     ("torch.distributed.fsdp._fully_shard._fully_shard", "fully_shard"): IN_FSDP,
+    ("torch.distributed._composable.replicate_with_fsdp", "replicate"): IN_FSDP,
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): IN_FSDP,
     ("torch.nn.modules.module", "Module._apply"): _MOVED,
     ("torch.export", "export"): RECORDED,

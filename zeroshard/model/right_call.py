@@ -65,6 +65,7 @@ def expect_handle(found: object, call: str) -> None:
 
 _WRAPPERS = {
     "DistributedDataParallel": "and reduces gradients as well",
+    "DDP": "by replicate(), and reduces gradients as well",
     "DataParallel": "and copies it to other devices at each forward",
     "FullyShardedDataParallel": "and sharded already",
     "DeepSpeedEngine": "and trained by it",
@@ -177,6 +178,19 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
     reduced = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
     if not reduced.isdisjoint(map(id, parameters)):
         raise InvalidState(IN_DDP)
+
+
+def expect_no_ddp_inside(modules: Iterable[nn.Module], parameters: Collection[int]) -> None:
+    """`parameters`: the ids of the sharded ones.
+
+    Raises:
+        RuntimeError: one of these modules has been put into a DistributedDataParallel, or into `replicate()`, that
+            reduces gradients of some of them.
+    """
+    for module in modules:
+        is_ddp = _wrapper(type(module).__mro__) in ("DistributedDataParallel", "DDP")
+        if is_ddp and not set(parameters).isdisjoint(map(id, module.parameters())):
+            raise InvalidState(IN_DDP)
 
 
 def expect_no_fsdp(model: nn.Module, newcomer: str) -> None:

@@ -35,6 +35,7 @@ from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
 from zeroshard.model.outside_graphs import OutsideGraphs, called_by_torch, outside_graphs
 from zeroshard.model.paths import Modules, parent
 from zeroshard.model.readers import looked_at
+from zeroshard.model.right_call import expect_no_ddp_around
 from zeroshard.model.room import with_room
 from zeroshard.model.transforms import in_plain_torch, under_transform
 from zeroshard.runtime.needs import Around, Needed
@@ -190,6 +191,7 @@ def _before(
                 begin()
                 schedule.begin_trail()
         expect_no_transform(needed.units)
+        expect_no_ddp_around(parameter for unit in needed.units for parameter in unit.parameters)
         with schedule.running.lock, in_plain_torch():
             schedule.before_module(module, needed, (args, kwargs))
 

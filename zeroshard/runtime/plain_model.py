@@ -16,6 +16,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.model.absent import is_absent
 from zeroshard.model.managed import Managed
+from zeroshard.model.right_call import expect_no_ddp_inside
 from zeroshard.model.transforms import given_tensors, in_functional_call
 from zeroshard.model.unit_spec import plain_name
 from zeroshard.storage.unit import Unit
@@ -72,13 +73,18 @@ class PlainModel:
 
     def newcomers(self, units: Sequence[Unit], *, also_added: bool) -> list[str]:
         """Names of parameters of the model that are in none of the units. `also_added`: False: only if others have left
-        the model for them, and not for the time of a `functional_call`."""
+        the model for them, and not for the time of a `functional_call`.
+
+        Raises:
+            RuntimeError: the model, or a part of it, has come into torch DDP since.
+        """
         module = None if self._model is None else self._model()
         if module is None:
             return []
         if self._structure is not None and self._structure.is_that_of(module):  # this runs before each forward
             return []
         known = {id(parameter) for unit in units for parameter in unit.parameters}
+        expect_no_ddp_inside(module.modules(), known)
         found = [
             name
             for name, parameter in self.parameters().items()
@@ -239,7 +245,8 @@ class PlainModel:
 
 
 class _Structure:
-    """The modules and parameters that a model has at one moment."""
+    """The modules and parameters that a model has at one moment, and the classes of the modules, which torch's
+    `replicate()` changes."""
 
     def __init__(self, model: nn.Module) -> None:
         # They are held, so that no later module has the id of one of them. The model itself is not.
@@ -254,7 +261,7 @@ class _Structure:
     def _ids_in(self, model: nn.Module) -> list[int]:
         modules = [model, *self._inside]
         held = [one.values() for of_each in (_PARAMETERS, _MODULES) for one in map(of_each, modules)]
-        return [*map(id, chain.from_iterable(held))]
+        return [*map(id, chain(chain.from_iterable(held), map(type, modules)))]
 
 
 _PARAMETERS, _MODULES = attrgetter("_parameters"), attrgetter("_modules")
