@@ -201,3 +201,19 @@ def test_what_would_shard_or_compile_a_sharded_model(rank: int) -> None:
     with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
         with pytest.raises(AttributeError, match=r"torch\.jit\.script cannot compile a sharded model"):
             torch.jit.script(model)
+
+
+@on_ranks(2)
+def test_a_module_with_the_hooks_of_another_one_is_told(rank: int) -> None:
+    """As `torch.ao.quantization.prepare_qat` replaces modules."""
+    for plan in ("ddp", "zero3"):
+        model = build()
+        handle = zeroshard.shard(model, plan, units=nn.Linear)
+        old, new = model[0], nn.Linear(5, 8)
+        for name, parameter in [*old.named_parameters()]:
+            setattr(new, name, parameter)
+        for hook in old._forward_pre_hooks.values():
+            new.register_forward_pre_hook(hook)  # without `with_kwargs=True`
+        model[0] = new
+        refused(RuntimeError, r"^a Linear has taken the place of .* before shard\(\)", model, torch.ones(2, 5))
+        handle.abandon()

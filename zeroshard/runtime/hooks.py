@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.errors import InvalidType
+from zeroshard.errors import InvalidState, InvalidType
 from zeroshard.gradients.sharded_gradient import ShardedGradient
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.casting import Cast, Inputs, attach_casts, cast
@@ -176,13 +176,21 @@ def _reset(module: nn.Module, name: str, own: object) -> None:
     vars(module).update({name: own} if own is not None else {})
 
 
+_TAKEN = (
+    "a {name} has taken the place of a module that is sharded, with a copy of its hooks (as torch.ao.quantization's "
+    "prepare_qat and convert do): replace modules before shard(), or close() the handle, replace them, and shard() anew"
+)
+
+
 def _before(
     schedule: Schedule, needed: Needed, begin: Callable[[], None] | None
 ) -> Callable[[nn.Module, Any, Any], None]:
     """The pre-hook that gathers. `begin`: called before, if this is a call of the whole model."""
 
     @OutsideGraphs
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if kwargs is None:
+            raise InvalidState(_TAKEN.format(name=type(module).__name__))
         if needed.hooks is not None:
             needed.hooks.hide_last()
         if begin is not None:
