@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -677,6 +678,9 @@ def speaks_up(rank: int, plan: str) -> None:
     for read in readers:
         with pytest.raises(RuntimeError, match=r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"):
             read()
+    for average in (lambda: dist.all_reduce(grad), lambda: grad.view(-1)):  # by hand, as loops for torch have it
+        with pytest.raises(RuntimeError, match=r"averaged over the ranks already: leave out .*all_reduce"):
+            average()
     for kind in (torch.optim.SGD, torch.optim.Adam):
         said = rf"step of a plain {kind.__name__} over .*ShardedOptimizer\(handle, {kind.__name__}"
         with pytest.raises(RuntimeError, match=said):

@@ -199,7 +199,8 @@ class ShardedGradient(Tensor):
             raise InvalidState(f"{what} on the gradient of {name}: {told}")
         raise InvalidState(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
-            f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. "
+            f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. Gradients are averaged "
+            "over the ranks already: leave out what does that (an all_reduce). "
             "In place it can be multiplied, divided, clamped and zeroed, its norm can be taken, and torch.nn.utils can "
             "clip it. A step is that of a zeroshard.ShardedOptimizer, not of a plain one"
         )
