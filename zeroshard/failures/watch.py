@@ -67,13 +67,19 @@ def start(*, is_new: bool = False) -> None:
         _hooks.install()
 
 
+_at_end: multiprocessing.util.Finalize | None = None
+
+
 def _call_at_exit() -> None:
+    global _at_end
     atexit.unregister(at_exit)  # of an earlier watch
     atexit.register(at_exit)
+    if _at_end is not None:
+        _at_end.cancel()
     if multiprocessing.parent_process() is not None:
         # What multiprocessing has forked ends by os._exit, without `atexit`: the others would take it for dead. Its own
         # way to end comes behind what the program has registered there (the lower the later), and its children.
-        multiprocessing.util.Finalize(None, _target_ended, exitpriority=-1)
+        _at_end = multiprocessing.util.Finalize(None, _target_ended, exitpriority=-1)
 
 
 def _target_ended() -> None:
