@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.errors import Error, InvalidState
 from zeroshard.failures import watch
+from zeroshard.failures.blame import SAME_UNITS
 from zeroshard.failures.positions import HERE, Wait
 from zeroshard.ranks.mesh import Axis
 from zeroshard.ranks.pipes import FORKED, MOST_BYTES, PeerGone, Pipes, is_by_pipe
@@ -245,7 +246,7 @@ class Messages:
         state = "Some ranks have made their update: load a checkpoint" if updates else "Nothing has been updated"
         return (
             f"{announced.kind}: rank {self.rank} is {mine}{watch.where_is(self.rank)}; rank {peer} is {theirs}"
-            f"{watch.where_is(peer)}. {state}. Every rank must run the same units in the same order. "
+            f"{watch.where_is(peer)}. {state}. {SAME_UNITS}. "
             "Calls like full_state_dict, unsharded, state_dict, save and load are collective: make them on every rank"
         )
 

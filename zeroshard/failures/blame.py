@@ -25,6 +25,10 @@ COLLECTIVE = (
     "Forward, backward, step, state_dict, save, load and whatever gathers weights are collective: every rank has to "
     "call them, in one order and equally often"
 )
+SAME_UNITS = (
+    "Every rank must run the same units in the same order (modules of which each rank chooses its own, as experts, "
+    "heads of tasks and layers that are dropped, belong inside of one unit, by units=; or take plan zero2)"
+)
 USE_THE_SAME = (
     "run each backward on every rank, under no_sync too; to a loss that leaves out what the loss of another rank uses, "
     "add 0 * output.sum(); with torch.utils.checkpoint, give shard(..., units=) the class of the modules that are "

@@ -21,6 +21,7 @@ from zeroshard.comm import alike
 from zeroshard.comm.collectives import Collectives
 from zeroshard.comm.packets import Uneven, Unread, on_device
 from zeroshard.errors import InvalidState
+from zeroshard.failures.blame import SAME_UNITS
 from zeroshard.gradients.settings import SettingsReport, difference
 from zeroshard.layout import exact
 from zeroshard.step.gradient_norms import (
@@ -383,7 +384,7 @@ def _first_difference(collectives: Collectives) -> str:
             break
     return (
         f"the ranks have not issued the same collectives: {where}. Their forward or backward took another path through "
-        "the units. Nothing has been updated. Every rank must run the same units in the same order"
+        f"the units. Nothing has been updated. {SAME_UNITS}"
     )
 
 

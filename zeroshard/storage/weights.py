@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroshard.comm.collectives import Collectives
 from zeroshard.errors import InvalidState
-from zeroshard.failures.blame import USE_THE_SAME
+from zeroshard.failures.blame import SAME_UNITS, USE_THE_SAME
 from zeroshard.failures.lost import LostPeer
 from zeroshard.layout.interval import Interval
 from zeroshard.model.absent import Absent, as_tensors, give, give_each
@@ -404,8 +404,8 @@ def _explain(error: RuntimeError, unit: str) -> None:
         return
     in_backward = torch._C._current_graph_task_id() != -1
     error.add_note(
-        f"unit {unit}: its weights have not all arrived. Every rank must run the same units in the same order; code "
-        "that one rank runs more often than another belongs inside `with handle.unsharded():`"
+        f"unit {unit}: its weights have not all arrived. {SAME_UNITS}; code that "
+        "one rank runs more often than another belongs inside `with handle.unsharded():`"
         + f"; {USE_THE_SAME}"
         * in_backward
     )
