@@ -678,7 +678,10 @@ def speaks_up(rank: int, plan: str) -> None:
     for read in readers:
         with pytest.raises(RuntimeError, match=r"no rank holds it in full.*handle\.gradient\('.*handle\.set_gradient"):
             read()
-    for average in (lambda: dist.all_reduce(grad), lambda: grad.view(-1)):  # by hand, as loops for torch have it
+    averages: list[Callable[[], object]] = [lambda: grad.view(-1)]  # by hand, as loops for torch have it
+    if dist.get_backend() == "gloo":  # others look at the strides before anything is read
+        averages.append(lambda: dist.all_reduce(grad))
+    for average in averages:
         with pytest.raises(RuntimeError, match=r"averaged over the ranks already: leave out .*all_reduce"):
             average()
     for kind in (torch.optim.SGD, torch.optim.Adam):
