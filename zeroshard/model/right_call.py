@@ -167,7 +167,7 @@ def expect_autograd() -> None:
 
 
 def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
-    """Called when a forward begins.
+    """Called when a module begins that needs these parameters.
 
     Raises:
         RuntimeError: it runs inside a DistributedDataParallel that reduces gradients of some of these parameters.
@@ -180,7 +180,7 @@ def expect_no_ddp_around(parameters: Iterable[nn.Parameter]) -> None:
         raise InvalidState(IN_DDP)
 
 
-def expect_no_ddp_inside(modules: Iterable[nn.Module], parameters: Collection[int]) -> None:
+def expect_no_ddp_inside(modules: Iterable[nn.Module], parameters: set[int]) -> None:
     """`parameters`: the ids of the sharded ones.
 
     Raises:
@@ -189,7 +189,7 @@ def expect_no_ddp_inside(modules: Iterable[nn.Module], parameters: Collection[in
     """
     for module in modules:
         is_ddp = _wrapper(type(module).__mro__) in ("DistributedDataParallel", "DDP")
-        if is_ddp and not set(parameters).isdisjoint(map(id, module.parameters())):
+        if is_ddp and not parameters.isdisjoint(map(id, module.parameters())):
             raise InvalidState(IN_DDP)
 
 

@@ -21,7 +21,7 @@ from zeroshard.gradients.loss_ledger import LossLedger
 from zeroshard.model.absent import NotCopied, as_tensors
 from zeroshard.model.inference import outside_inference
 from zeroshard.model.managed import EVERYTHING, Managed
-from zeroshard.model.right_call import expect_no_ddp_around, expect_no_fsdp, expect_no_recording
+from zeroshard.model.right_call import expect_no_fsdp, expect_no_recording
 from zeroshard.model.transforms import in_plain_torch
 from zeroshard.placement import Plan
 from zeroshard.runtime.claims import Claims
@@ -313,14 +313,13 @@ class Engine(NotCopied):
         changed since the last call.
 
         Raises:
-            RuntimeError: closed or parked; the model is inside torch DDP, or exported; a new parameter, or one whose
+            RuntimeError: closed or parked; the model is exported; a new parameter, or one whose
                 data have been replaced; reduced gradients that no optimizer uses; as `unfreeze`.
         """
         self.check_open("forward")
         HERE.note_thread()
         if expect_no_recording(unit.weights.buffer.rests_in_full for unit in self.units):
             self.collectives.is_recorded = True
-        expect_no_ddp_around(parameter for unit in self.units for parameter in unit.parameters)
         self.hooks.come_first()  # the user may have registered hooks since, with `prepend=True`
         orders, in_use = self.collectives.orders, any(unit.weights.in_use for unit in self.units)
         if orders is not None and not in_use:

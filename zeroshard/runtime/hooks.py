@@ -193,13 +193,13 @@ def _before(
             raise InvalidState(_TAKEN.format(name=type(module).__name__))
         if needed.hooks is not None:
             needed.hooks.hide_last()
+        expect_no_ddp_around(parameter for unit in needed.units for parameter in unit.parameters)
         if begin is not None:
             schedule.running.expect_alone(schedule.gatherer.units)
             with schedule.running.lock:
                 begin()
                 schedule.begin_trail()
         expect_no_transform(needed.units)
-        expect_no_ddp_around(parameter for unit in needed.units for parameter in unit.parameters)
         with schedule.running.lock, in_plain_torch():
             schedule.before_module(module, needed, (args, kwargs))
 
