@@ -21,11 +21,12 @@ from tests.patience import HANG, wait_until
 from zeroshard.failures import boards, heartbeat, watch
 from zeroshard.failures.blame import OUTSIDE
 from zeroshard.failures.boards import make_board
+from zeroshard.failures.frames import calls_of
 from zeroshard.failures.heartbeat import BEAT_SECONDS, STALE_ROUNDS, Due, Heartbeats
 from zeroshard.failures.notices import Beat, Notices
 from zeroshard.failures.positions import Position, Wait
 from zeroshard.failures.processes import Who
-from zeroshard.failures.whereabouts import asks, frame_of, where
+from zeroshard.failures.whereabouts import asks, where
 from zeroshard.testing import run_ranks
 
 TIMEOUT = 80.0  # then a regular heartbeat is due every ten seconds, which are
@@ -310,8 +311,8 @@ def test_without_the_gil_no_other_thread_is_looked_at(monkeypatch: pytest.Monkey
     try:
         for has_gil in (True, False):
             monkeypatch.setattr(sys, "_is_gil_enabled", lambda has_gil=has_gil: has_gil, raising=False)
-            assert (frame_of(thread.ident) is not None) == has_gil
-            assert frame_of(here) is not None and "in test_without_the_gil" in where(here)
+            assert bool(calls_of(thread.ident)) == has_gil
+            assert calls_of(here) and "in test_without_the_gil" in where(here)
         assert where(thread.ident) == OUTSIDE
     finally:
         go_on.set()

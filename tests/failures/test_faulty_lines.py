@@ -20,7 +20,7 @@ def test_a_fault_in_the_watch_is_no_failure_of_the_store(capfd: pytest.CaptureFi
     ranks took it for stopped."""
 
     def check(rank: int) -> None:
-        def fails(main: Any) -> None:
+        def fails() -> None:
             raise RuntimeError("dictionary changed size during iteration")
 
         if rank == 0:

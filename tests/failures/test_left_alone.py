@@ -400,16 +400,16 @@ def test_where_a_process_is() -> None:
     assert len(set(names)) == 3
     assert [here.begin("a"), here.begin("a"), here.begin("b")] == [0, 1, 0]
     wait = Wait("a", 1, (0, 1), "a thing")
-    assert here.position(None) is None
+    assert here.position() is None
     with here.waiting(wait):
-        assert here.position(None) is None  # not waiting for long enough
+        assert here.position() is None  # not waiting for long enough
         here._since -= 100.0
-        found = here.position(None)
+        found = here.position()
         assert found is not None and Position.of(found.as_list()) == found == Position(wait, {"a": 2, "b": 1})
         with here.waiting(Wait("b", 0, (0, 1), "another")):
-            assert here.position(None) is None
-        assert here.position(None) == found
-    assert here.position(None) is None and here.wait is None
+            assert here.position() is None
+        assert here.position() == found
+    assert here.position() is None and here.wait is None
 
 
 @on_ranks(2)
@@ -435,13 +435,15 @@ def test_the_look_at_a_call_keeps_nothing_of_its_callers(rank: int) -> None:
         thread = threading.Thread(target=program)
         thread.start()
         assert inside.wait(60)
-        look = lambda id=thread.ident: here.position(sys._current_frames()[id])  # noqa: E731
-        assert look() is None and losses[-1]() is not None
-        seen = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading, "main_thread", lambda thread=thread: thread)
+            assert here.position() is None and losses[-1]() is not None
+            seen = time.monotonic
             patch.setattr(positions.time, "monotonic", lambda seen=seen: seen() + 100.0)
-            found = look()
-        assert found is not None and found.wait.text == "torch.distributed.barrier" and look() is None
+            found = here.position()
+            patch.setattr(positions.time, "monotonic", seen)
+            assert here.position() is None
+        assert found is not None and found.wait.text == "torch.distributed.barrier"
         go_on.set()
         thread.join()
         inside.clear(), go_on.clear()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from zeroshard.errors import Error
+from zeroshard.failures.frames import current_error
 from zeroshard.failures.notices import Cause
 from zeroshard.failures.whereabouts import came_from_program
 
@@ -55,18 +54,12 @@ def _is_of_ranks(error: BaseException) -> bool:
 
 def handles_error(thread: int | None) -> bool:
     """Whether a thread handles any error: in an `except`, a `finally`, an `__exit__`."""
-    return _current_error(thread) is not None
+    return current_error(thread) is not None
 
 
 def handled_error(thread: int | None) -> BaseException | None:
     """The error of this rank's own that a thread handles."""
-    return own_error(_current_error(thread))
-
-
-def _current_error(thread: int | None) -> BaseException | None:
-    found: Any = sys._current_exceptions().get(thread or 0)
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # a tuple in Python 3.11
-    return error
+    return own_error(current_error(thread))
 
 
 def in_one_line(error: BaseException) -> str:

@@ -18,11 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from zeroshard.failures.frames import calls_of, frames_of, variables_of
 
 LONG_SECONDS = 2.0
 """A rank that has waited for this long reports its position."""
@@ -171,13 +173,12 @@ class Here:
     def wait(self) -> Wait | None:
         return self._wait
 
-    def position(self, main: FrameType | None) -> Position | None:
-        """The position, if this process has waited for long; else None. `main`: the frame of the main thread, which may
-        also wait in a function of torch.distributed that this package has not called."""
+    def position(self) -> Position | None:
+        """The position, if this process has waited for long; else None. The main thread may also wait in a function of
+        torch.distributed that this package has not called."""
         wait, since = self._wait, self._since
         if wait is None:
-            wait, frame = _foreign_wait(main)
-            since = 0.0 if frame is None else _seen_since(frame)
+            wait, since = _foreign_wait(threading.main_thread().ident)
         if wait is None or time.monotonic() - since < LONG_SECONDS:
             return None
         return Position(wait, self.counts())
@@ -280,38 +281,37 @@ def _needed(wait: Wait, positions: Mapping[int, Position], left: Mapping[int, Ma
     return elsewhere if all(rank in begun for rank in elsewhere) else []  # else a running rank may still come
 
 
-def _seen_since(frame: FrameType) -> float:
-    """When this was first asked of the call of this frame. Noted in the frame itself: a reference to it would keep the
-    variables of all its callers (a loss and its graph, a deleted model), although they have returned."""
-    variables: Any = frame.f_locals  # a frame keeps the names that are added here (PEP 667) until its call ends
-    if _SEEN not in variables:
-        variables[_SEEN] = time.monotonic()
-    return float(variables[_SEEN])
+def _foreign_wait(thread: int | None) -> tuple[Wait | None, float]:
+    """The wait in a function of torch.distributed that the program has called, and when it was first asked for. Found
+    on the stack, so that torch need not be patched to see collectives that are not the engine's."""
+    if not any(_is_foreign(code) for code, _ in calls_of(thread)):
+        return None, 0.0
+    frame = next((frame for frame in frames_of(thread) if _is_foreign(frame.f_code)), None)
+    if frame is None:  # it has returned meanwhile
+        return None, 0.0
+    # Noted in the call itself: a reference to its frame would keep the variables of all its callers after their return.
+    name, variables = frame.f_code.co_name, variables_of(frame)
+    since = float(variables.get(_SEEN, time.monotonic()))
+    variables[_SEEN] = since
+    group = variables.get("group")
+    group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if group is None:  # it has been destroyed
+        return None, 0.0
+    if name not in _SYNCHRONISING:
+        return _wait_of_one(name, group, variables.get(_OF_ONE[name])), since
+    text = f"torch.distributed.{name}"
+    return Wait(text, -1, tuple(dist.get_process_group_ranks(group)), text), since
 
 
-def _foreign_wait(frame: FrameType | None) -> tuple[Wait | None, FrameType | None]:
-    """The wait in a function of torch.distributed that the user's code has called, and its frame; or (None, None)."""
-    while frame is not None:
-        name = frame.f_code.co_name
-        # Found on the stack, so that torch need not be patched to see collectives that are not the engine's.
-        if name in _SYNCHRONISING | _OF_ONE.keys() and frame.f_code.co_filename.endswith("distributed_c10d.py"):
-            found = frame.f_locals.get("group")
-            group = found if isinstance(found, dist.ProcessGroup) else dist.group.WORLD
-            if group is None:  # it has been destroyed
-                return None, None
-            if name not in _SYNCHRONISING:
-                return _wait_of_one(name, group, frame), frame
-            ranks = dist.get_process_group_ranks(group)
-            text = f"torch.distributed.{name}"
-            return Wait(text, -1, tuple(ranks), text), frame
-        frame = frame.f_back
-    return None, None
+def _is_foreign(code: CodeType) -> bool:
+    is_one = code.co_name in _SYNCHRONISING or code.co_name in _OF_ONE
+    return is_one and code.co_filename.endswith("distributed_c10d.py")
 
 
-def _wait_of_one(name: str, group: dist.ProcessGroup, frame: FrameType) -> Wait | None:
-    """The wait in a function of `_OF_ONE`: of the one rank for the others, or of another rank for that one. None in a
+def _wait_of_one(name: str, group: dist.ProcessGroup, one: object) -> Wait | None:
+    """The wait in a function of `_OF_ONE`: of the rank `one` for the others, or of another rank for that one. None in a
     group whose calls are not counted."""
-    calls, one = _calls_of_world(), frame.f_locals.get(_OF_ONE[name])
+    calls = _calls_of_world()
     if calls is None or group is not dist.group.WORLD or not isinstance(one, int):
         return None
     ranks = (one,) if one != dist.get_rank() else tuple(rank for rank in range(dist.get_world_size()) if rank != one)

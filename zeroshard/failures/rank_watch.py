@@ -30,7 +30,7 @@ from zeroshard.failures.peers import Peers
 from zeroshard.failures.positions import HERE, ON_WATCH
 from zeroshard.failures.processes import Who
 from zeroshard.failures.store_line import Closed, Silent, StoreLine
-from zeroshard.failures.whereabouts import frame_of, only_saves, waits_in_vain, where
+from zeroshard.failures.whereabouts import only_saves, waits_in_vain, where
 from zeroshard.ranks.backends import backends_of
 from zeroshard.ranks.clock import Clock
 from zeroshard.ranks.pipes import interrupt_all
@@ -284,7 +284,7 @@ class Watch:
 
     def _here(self) -> Beat:
         """Where this rank is now."""
-        position = HERE.position(frame_of(threading.main_thread().ident))
+        position = HERE.position()
         # Whoever waits for this rank then waits in vain, however long the save takes.
         left = HERE.counts() if (saves := only_saves()) else None
         return Beat(self.beats, GIVING_UP if self._reported else where_it_trains(), position, left, saves)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType
 from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from zeroshard.failures.blame import GIVING_UP, OUTSIDE
+from zeroshard.failures.frames import calls_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,30 +41,21 @@ def asks(function: Callable[P, R]) -> Callable[P, R]:
     return function
 
 
-def frame_of(thread: int | None) -> FrameType | None:
-    """The innermost frame of a thread. Without the GIL (free-threaded Python) only of the current one: to read what
-    another thread changes at that moment may end the interpreter (python/cpython#118680)."""
-    is_safe = getattr(sys, "_is_gil_enabled", lambda: True)() or thread == threading.get_ident()  # from 3.13 on
-    return sys._current_frames().get(thread or 0) if is_safe else None
-
-
 def where(thread: int | None) -> str:
     """The innermost line of a thread that belongs to neither this engine nor torch nor Python's standard library."""
-    frame, is_other = frame_of(thread), thread != threading.get_ident()
-    inner, call = "", ""
-    while frame is not None:
-        code = frame.f_code
+    is_other = thread != threading.get_ident()
+    inner, public = "", ""
+    for code, line in calls_of(thread):
         if id(code) in _waiting_in_vain:
             return GIVING_UP
         if id(code) in _asking:
             inner, is_other = "", False
         if not _is_library(code.co_filename):
-            return f"at {os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}{call or inner}"
+            return f"at {os.path.basename(code.co_filename)}:{line} in {code.co_name}{public or inner}"
         if _is_public(code):
-            call = f" (in {_name(frame)})"
+            public = f" (in {_name(code)})"
         if is_other:  # this one asks, and does not wait
-            inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name})"
-        frame = frame.f_back
+            inner = inner or f" (waiting in {os.path.basename(code.co_filename)}:{line} {code.co_name})"
     return OUTSIDE
 
 
@@ -95,11 +86,9 @@ def _is_public(code: CodeType) -> bool:
     return here in _CALLED and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
 
 
-def _name(frame: FrameType) -> str:
-    """The name as users write it: a method gets the class of its object, which may have inherited it."""
-    code = frame.f_code
-    owner = frame.f_locals.get("self")
-    return code.co_qualname if owner is None else f"{type(owner).__name__}.{code.co_name}"
+def _name(code: CodeType) -> str:
+    """The name as users write it."""
+    return code.co_qualname.replace("TorchOptimizer.", "ShardedOptimizer.")  # which inherits it
 
 
 def _is_library(path: str) -> bool:
