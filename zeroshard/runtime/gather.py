@@ -15,14 +15,13 @@ output of a unit, all units that ran later in forward are done, and only the uni
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +31,11 @@ from zeroshard.comm.pending import Pending
 from zeroshard.comm.ranges import phase
 from zeroshard.errors import InvalidState
 from zeroshard.layout.pool_plan import PoolPlan
+from zeroshard.runtime.prefetch_order import During, Order
+from zeroshard.runtime.root_parts import RootParts
 from zeroshard.storage.pool import Pool, PoolBuffer, Turns
 from zeroshard.storage.unit import Unit
 from zeroshard.storage.weights import Residency, Weights
-
-During = Literal["forward", "backward", "unshard"]
-"""The phase for which a unit is gathered."""
 
 
 def in_backward() -> bool:
@@ -48,38 +46,6 @@ def in_backward() -> bool:
 def _during() -> During:
     """The phase of a call that is made now."""
     return "backward" if in_backward() else "forward"
-
-
-class Order:
-    """Which unit followed which one last time.
-
-    [Note: prefetch order]
-    Prefetch the unit that followed this one last time, not the next one in the model: a forward may skip units, or run
-    them in another order. A unit that is called several times (embedding and head together) has several followers: if
-    it has come behind the unit before it already, what followed then counts. The choice must depend on nothing that
-    differs between ranks (time, what has arrived, or, after a join, which forwards a rank has run), or they would issue
-    gathers in different orders. If the order has changed this time, a gather starts late, or the prefetched unit loses
-    its buffer again; the values are right in any case.
-    """
-
-    def __init__(self) -> None:
-        self._followers: dict[tuple[During, Unit | None, Unit | None] | tuple[During, Unit | None], Unit | None] = {}
-        self._last: tuple[During, Unit | None, Unit | None] = ("forward", None, None)  # the last two units of a pass
-
-    @property
-    def state(self) -> Hashable:
-        """What it depends on, which unit follows."""
-        return self._last, frozenset(self._followers.items())
-
-    def follow(self, unit: Unit, during: During) -> Unit | None:
-        """Note that the unit follows the last one. Returns the unit that followed it last time."""
-        before, _, previous = self._last
-        if before != during:  # nothing followed in that pass this time
-            self._followers[self._last] = self._followers[before, previous] = None
-            self._last, previous = (during, None, None), None
-        self._followers[self._last] = self._followers[during, previous] = unit
-        self._last = (during, previous, unit)
-        return self._followers.get(self._last, self._followers.get((during, unit)))
 
 
 class Gatherer:
@@ -104,8 +70,7 @@ class Gatherer:
         self._begun: list[Unit] = []  # updated units whose gather has begun; peers' shards may not be copied yet
         self._read_by_peers = Pending()  # done when the peers have copied this rank's updated shards
         self._own_thread = os.getpid(), threading.get_ident()
-        self._parts_behind = _parts_behind(units)
-        self._parts_in_flight: list[tuple[int, Unit]] = []  # with the numbers of their gathers
+        self._parts = RootParts(units, self.start, self._before_waiting_for)
         self.number_of: dict[Unit, int] = {}
         self._numbers = itertools.count(1)
         self.before_wait: Callable[[], None] = lambda: None
@@ -137,15 +102,15 @@ class Gatherer:
         # All counters first: the prefetch in `_unshard` must not take the buffer of another of these units.
         for unit in units:
             unit.weights.in_use += 1
-        if not self._parts_behind and all(unit.weights.shown for unit in gathers):
+        if not self._parts and all(unit.weights.shown for unit in gathers):
             return
         during = self.during()
         with torch.no_grad():
             if len(gathers) < len(units):
-                self._start_parts(None, during)
+                self._parts.start(None, during)
             for unit in gathers:
                 if unit.weights.shown:
-                    self._start_parts(unit, during)
+                    self._parts.start(unit, during)
                 else:
                     self._unshard(unit, during)
 
@@ -171,7 +136,7 @@ class Gatherer:
         free = [unit for unit in units if unit.weights.is_passing]
         if any(unit.spec.is_part for unit in free):
             if waits:
-                self._let_parts_arrive()
+                self._parts.let_arrive()
             # Root parts that were not gathered, as no unit in front of them ran, are not needed in backward either.
             gone = (Residency.SHARDED,) if waits else (Residency.SHARDED, Residency.GATHERING)
             free = [unit for unit in free if not unit.spec.is_part or unit.weights.state not in gone]
@@ -363,8 +328,8 @@ class Gatherer:
         weights = unit.weights
         if weights.state is Residency.SHARDED:
             self.start(unit, during)
-        self._start_parts(unit, during)  # before the prefetch below, as it is needed before what that one gathers
-        self._let_parts_arrive(self.number_of.get(unit, 0))
+        self._parts.start(unit, during)  # before the prefetch below, as it is needed before what that one gathers
+        self._parts.let_arrive(self.number_of.get(unit, 0))
         self._before_waiting_for(weights)
         self._show(weights)
         if unit.spec.is_part:
@@ -372,26 +337,6 @@ class Gatherer:
         follower = self.order.follow(unit, during)
         if follower is not None and follower.weights.state is Residency.SHARDED:
             self._prefetch(follower, during, unit)
-
-    def _start_parts(self, before: Unit | None, during: During) -> None:
-        """Start to gather the root parts behind `before`."""
-        # [Note: when root parts are gathered]
-        # At a place that all ranks reach: behind the unit in front of them. Not when they are used: one rank may call a
-        # module (for images, say) that another one does not need for its inputs, as with the root unit. For the same
-        # reason they arrive in the order in which the gathers began, before what began after them; and they have no
-        # part in the order of prefetches.
-        for unit in self._parts_behind.get(before, ()):
-            if unit.weights.in_use and unit.weights.state is Residency.SHARDED:
-                self.start(unit, during)
-                self._parts_in_flight.append((self.number_of[unit], unit))
-
-    def _let_parts_arrive(self, number: float = math.inf) -> None:
-        """Wait for root parts whose gathers began before that number."""
-        while self._parts_in_flight and self._parts_in_flight[0][0] < number:
-            _, unit = self._parts_in_flight.pop(0)
-            if unit.weights.state is Residency.GATHERING:
-                self._before_waiting_for(unit.weights)
-                unit.weights.arrive()
 
     def _before_waiting_for(self, weights: Weights) -> None:
         """See `before_wait`."""
@@ -405,15 +350,15 @@ class Gatherer:
         if occupant in (None, unit) or not (protected or occupant.weights.in_use > 0):
             self.start(unit, during)
 
-    def start(self, unit: Unit, during: During) -> None:
-        """Start to gather a SHARDED unit into its buffer. Collective."""
-        self.number_of[unit] = next(self._numbers)
+    def start(self, unit: Unit, during: During) -> int:
+        """Start to gather a SHARDED unit into its buffer. Returns the number of this gather. Collective."""
+        number = self.number_of[unit] = next(self._numbers)
         if during in ("forward", "backward"):
             # Before the gather: a follower of a join takes part only after it has read the order (`orders.py`).
             self.collectives.give_order("gather", unit.name, during)
         if unit.weights.buffer.rests_in_full:
             unit.weights.gather(self.collectives, during)
-            return
+            return number
         # Always the same buffer, even if another one is free: see [Note: storage that autograd holds] in `weights.py`.
         buffer = self.turns.assigned(unit)
         if buffer.occupant is not None and buffer.occupant is not unit:
@@ -432,18 +377,7 @@ class Gatherer:
         if full is None:
             full = buffer.tensor(unit.layout.numel, unit.weights.buffer.dtype)
         unit.weights.gather(self.collectives, during, full)
-
-
-def _parts_behind(units: Sequence[Unit]) -> dict[Unit | None, list[Unit]]:
-    """Unit -> the root parts behind it ([Note: when root parts are gathered])."""
-    found: dict[Unit | None, list[Unit]] = {}
-    before = None
-    for unit in units:
-        if not unit.spec.is_part:
-            before = unit
-        elif unit.weights.buffer.borrows:
-            found.setdefault(before, []).append(unit)
-    return found
+        return number
 
 
 def _bring(gatherer: weakref.ref[Gatherer], unit: weakref.ref[Unit]) -> None:

@@ -27,7 +27,7 @@ from zeroshard.ranks.backends import timeout_of
 from zeroshard.ranks.groups import expect_there
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
-from zeroshard.runtime.gather import During
+from zeroshard.runtime.prefetch_order import During
 from zeroshard.storage.weights import Residency
 
 
