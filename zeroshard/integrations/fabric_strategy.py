@@ -188,7 +188,7 @@ def expect_no_ddp_options(found: Mapping[str, Any]) -> None:
     if asked:
         raise InvalidType(
             f"this strategy has no {', '.join(asked)}: there is no DistributedDataParallel under it; what is about "
-            "sharding is a field of Sharding"
+            'sharding is a field of Sharding, as in strategy=ShardedStrategy(Sharding("zero3", units=Block))'
         )
 
 
