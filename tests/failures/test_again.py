@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import socket
@@ -23,7 +24,7 @@ from tests.failures.common import wait_until_noted
 from tests.patience import wait_until
 from tests.ports import free_port
 from zeroshard.errors import InvalidState
-from zeroshard.failures import watch
+from zeroshard.failures import membership, watch
 from zeroshard.failures.membership import Membership
 from zeroshard.failures.store_line import Closed, StoreLine
 from zeroshard.ranks import names
@@ -281,3 +282,20 @@ def comes_late(rank: int, port: int) -> str:
 
 def test_a_backend_that_connects_later_waits_for_nobody_and_all_have_the_name() -> None:
     assert run_ranks(comes_late, 2, free_port()) == ["fake", "fake"]
+
+
+def starts_over_old_keys(rank: int) -> str:
+    zeroshard.init()
+    watch.stop()
+    dist.barrier()  # both have left
+    membership._numbers = itertools.count()  # as in a new process
+    with pytest.raises(InvalidState) as found:
+        zeroshard.init()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("zeroshard")]
+    return str(found.value)
+
+
+def test_a_file_with_the_keys_of_an_earlier_run_is_refused() -> None:
+    """Each start ended with the failure of that run: a process that had died then."""
+    for said in run_ranks(starts_over_old_keys, 2):
+        assert "the store of the process group has the keys of an earlier run" in said

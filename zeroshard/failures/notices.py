@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 
 from torch._C._distributed_c10d import Store
 
+from zeroshard.errors import InvalidState
 from zeroshard.failures.positions import HERE, Position
 from zeroshard.failures.processes import Who
 
@@ -87,7 +88,16 @@ class Notices:
         self._rank, self._world_size = rank, world_size
 
     def come(self, store: Store, who: Who) -> None:
-        """Register this rank's process and host: five calls, independent of the number of ranks."""
+        """Register this rank's process and host: six calls, independent of the number of ranks.
+
+        Raises:
+            RuntimeError: the store has keys of an earlier run, and a failure of that time would be taken for a new one.
+        """
+        if store.check([f"who-{self._rank}"]):
+            raise InvalidState(
+                "init: the store of the process group has the keys of an earlier run: each start needs a new one. "
+                'Remove the file of init_method="file://...", or of a FileStore, before the start, or name another one'
+            )
         # The order matters: a rank that finds `who-R` reads `beat-R` with a get that blocks until the key exists, and a
         # rank that finds `come` complete looks for new seats only once more.
         first = Beat(0, "at the start", None)
