@@ -127,7 +127,8 @@ class Ranks:
             status = 0
         except SystemExit as error:
             status = int(error.code or 0)
-        except BaseException:
+        except BaseException as error:
+            sys.last_value = error
             sys.excepthook(*sys.exc_info())
         finally:
             watch.at_exit()

@@ -326,6 +326,28 @@ def test_a_rank_that_has_joined_twice_shows_its_error(by_thread: bool) -> None:
     assert "Traceback" in ended.said and "rank 0 exits because rank 1 failed" in ended.said, ended
 
 
+def rank_that_shows_its_errors_itself(rank: int, mark: Callable[[], Any]) -> None:
+    sys.last_value = KeyError("of an earlier program")
+    zeroshard.init()
+    sys.excepthook = lambda kind, error, trace: print("of a library:", error, file=sys.stderr)
+    watch.wait_for_all()
+    if rank == 1:
+        mark()
+        raise Injected("no such file: data/7")
+    wait_until(lambda: False)
+
+
+def test_an_error_that_another_hook_shows_ends_all_ranks() -> None:
+    """`rich.traceback.install()` behind `init`: the rank was taken for one that had ended its work."""
+    ended = Ranks(rank_that_shows_its_errors_itself, 2).finish()
+    assert ended.statuses == [1, 1], ended
+    said = ended.said.splitlines()
+    assert said[:2] == ["of a library: no such file: data/7", "zeroshard: rank 1 of 2 failed first:"], ended
+    assert said[2].endswith("Injected: no such file: data/7") and said[3] == (
+        "zeroshard: rank 0 exits because rank 1 failed: " + said[2]
+    ), ended
+
+
 def test_a_forked_copy_of_a_rank_does_not_ask_the_watch_of_its_parent() -> None:
     """Its threads are not there: the copy waited for five seconds, and then blamed the store."""
 

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from zeroshard.errors import InvalidState
 from zeroshard.failures.blame import GIVING_UP, OUTSIDE
-from zeroshard.failures.lost import LostPeer, is_of_others
+from zeroshard.failures.lost import LostPeer, in_one_line, is_of_others
 from zeroshard.failures.membership import Membership
 from zeroshard.failures.positions import HERE, Wait, in_short
 from zeroshard.failures.rank_watch import FAILED, Watch, where_it_trains
@@ -130,7 +130,9 @@ def stop() -> None:
 
 
 def at_exit() -> None:
-    """`stop`; if the thread that trained has failed, the exit status says so."""
+    """Report the error that ends the program, if there is one, and `stop`. If the thread that trained has failed, the
+    exit status says so."""
+    _hooks.report_last()
     stop()
     if _hooks.has_failed:
         # The main thread has ended as usual, with status 0: a launcher would take the run for done.
@@ -232,8 +234,10 @@ class _Hooks:
     def __init__(self) -> None:
         self.has_failed = False
         self._reports: BaseException | None = None
+        self._before = 0
 
     def install(self) -> None:
+        self._before = id(_last_uncaught())
         hooks: tuple[tuple[Any, Callable[..., None]], ...] = (sys, self._main_ended), (threading, self._thread_ended)
         for module, ended in hooks:
             there = module.excepthook
@@ -255,6 +259,14 @@ class _Hooks:
             self.has_failed = True
             watch.leave(error)
 
+    def report_last(self) -> None:
+        """At the end: report an error that nobody has caught, if the program has replaced this hook by one that does
+        not call it (`rich.traceback.install()`). That one has shown the error."""
+        error, watch = _last_uncaught(), current()
+        if watch is not None and error is not None and id(error) != self._before:
+            with suppress(Exception):  # stderr may be closed
+                watch.report(error, lambda: print(in_one_line(error), file=sys.stderr))
+
     def _report(self, error: BaseException, show: Callable[[], Any]) -> Watch | None:
         """Returns the watch that has reported it; None: there is none, or a hook that it has called calls this one."""
         watch = current()
@@ -267,6 +279,12 @@ class _Hooks:
         finally:
             self._reports = None
         return watch
+
+
+def _last_uncaught() -> BaseException | None:
+    """The last error that has ended the program (here, or before a fork). In an interactive one, where an error ends
+    what was typed: None."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 _hooks = _Hooks()
