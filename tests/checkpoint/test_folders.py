@@ -325,6 +325,36 @@ def test_objects_in_extra_may_be_numbered(tmp_path: Path) -> None:
     run_ranks(check, 1)
 
 
+class Whole:
+    """Of docs/checkpoints.md."""
+
+    def __init__(self, handle: zeroshard.Handle) -> None:
+        self.handle = handle
+
+    def state_dict(self) -> Any:
+        return self.handle.full_state_dict(main=True)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.handle.load_full_state_dict(state)
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_a_second_sharded_model_may_be_in_extra(plan: str, tmp_path: Path) -> None:
+    def check(rank: int) -> None:
+        teacher = nn.Linear(3, 3)
+        handle, of_teacher = zeroshard.shard(nn.Linear(3, 3), plan), zeroshard.shard(teacher, plan, precision="bf16")
+        before = of_teacher.full_state_dict(main=True)
+        zeroshard.save(tmp_path, handle, step=1, extra={"teacher": Whole(of_teacher)})
+        with of_teacher.unsharded(write=True), torch.no_grad():
+            teacher.weight.zero_()
+        with pytest.raises(zeroshard.CheckpointError, match=r"inside `with handle\.unsharded\(write=True\):`"):
+            zeroshard.load(tmp_path, handle, extra={"teacher": teacher})
+        zeroshard.load(tmp_path, handle, extra={"teacher": Whole(of_teacher)})
+        assert same_bits(of_teacher.full_state_dict(main=True), before)
+
+    run_ranks(check, 2)
+
+
 class Raises:
     """`what`: the method that raises, on rank 1."""
 
