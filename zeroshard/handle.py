@@ -7,7 +7,7 @@ refers to the model weakly.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -42,8 +42,8 @@ from zeroshard.runtime.reads import ReadsRaise
 from zeroshard.runtime.summary import in_one_line, table
 from zeroshard.runtime.timeline import Timeline
 
-_HANDLES: MutableMapping[Tensor, weakref.ref[Handle]] = WeakTensorKeyDictionary()
-"""Parameter -> weak reference to the handle that owns its data. Global, because `shard` and optimizers are given bare
+_HANDLES: Any = WeakTensorKeyDictionary()
+"""Parameter -> `weakref.ref` of the handle that owns its data. Global, because `shard` and optimizers are given bare
 parameters, and must find out whether, and by which handle, they are sharded."""
 
 
@@ -392,7 +392,7 @@ class Handle(NotTheModel, NotCopied):
             )
 
     def _let_go_of_parameters(self) -> None:
-        for parameter in [parameter for parameter, owner in _HANDLES.items() if owner() is self]:
+        for parameter in _parameters_of(self):
             _HANDLES.pop(parameter, None)
         while self._guards:
             self._guards.pop()()
@@ -400,8 +400,14 @@ class Handle(NotTheModel, NotCopied):
 
 def handle_of(parameter: nn.Parameter) -> Handle | None:
     """The living handle that owns a parameter's data."""
-    reference = _HANDLES.get(parameter)
+    reference: weakref.ref[Handle] | None = _HANDLES.get(parameter)
     return reference() if reference is not None else None
+
+
+def _parameters_of(handle: Handle) -> list[Tensor]:
+    # No loop over the mapping itself: another thread, or a finalizer, may shard a model, or drop one, meanwhile.
+    living = [parameter for known in _HANDLES.keyrefs() if (parameter := known()) is not None]
+    return [parameter for parameter in living if handle_of(parameter) is handle]
 
 
 def claim_parameters(handle: Handle, parameters: Iterable[nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import zeroshard
+from tests.garbage import collected_at
 from tests.kit import Block, Net, loss_of_tokens, make, same_bits
 from zeroshard.layout.interval import Interval
 from zeroshard.precision import NAMED
@@ -209,3 +211,21 @@ def test_marks_that_are_never_forgotten_miss_writes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Marks, "forget", lambda self: None)
     with pytest.raises(zeroshard.testing.RankError, match=r"AssertionError: \(\d+, '(ddp|zero1)'\)"):
         test_main_is_the_same_with_marks_and_without()
+
+
+def test_a_finalizer_makes_marks_in_the_middle_of_another_one() -> None:
+    """That of another model: it waited for a lock that its own thread held, for ever."""
+    values, others = torch.arange(100.0), torch.arange(70.0).flip(0)
+    expected, of_others = mark_of(values), mark_of(others)
+    found: list[object] = []
+
+    def make_marks() -> None:
+        for made in range(1, 40):
+            with collected_at(made, lambda: found.append(mark_of(others))):
+                assert mark_of(values) == expected
+
+    thread = threading.Thread(target=make_marks, daemon=True)
+    thread.start()
+    thread.join(100)
+    assert not thread.is_alive()
+    assert len(found) > 5 and set(found) == {of_others}

@@ -6,7 +6,6 @@ import ctypes
 import hashlib
 import os
 import struct
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from zeroshard.errors import Error, InvalidState
 from zeroshard.failures import watch
 from zeroshard.failures.blame import SAME_UNITS
 from zeroshard.failures.positions import HERE, Wait
+from zeroshard.ranks.living import Living
 from zeroshard.ranks.mesh import Axis
 from zeroshard.ranks.pipes import FORKED, MOST_BYTES, PeerGone, Pipes, is_by_pipe
 from zeroshard.ranks.shared_memory import NOWHERE, Location
@@ -361,12 +361,12 @@ class Messages:
         return number
 
 
-_ALL: weakref.WeakSet[Messages] = weakref.WeakSet()
+_ALL: Living[Messages] = Living()
 """The messages of this process."""
 
 
 def _mark_copies() -> None:
-    for messages in list(_ALL):
+    for messages in _ALL.all():
         messages.is_forked_copy = messages.failed = True
 
 

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from zeroshard.errors import Error
 from zeroshard.failures.positions import ON_WATCH
 from zeroshard.ranks.clock import Clock, Patience
+from zeroshard.ranks.living import Living
 
 T = TypeVar("T")
 _GONE = "the store of the process group is gone"
@@ -80,9 +80,7 @@ class StoreLine:
         self._beat, self._beat_seconds = beat, beat_seconds
         self._jobs: queue.SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._last: Callable[[Store], Any] | None = None
-        # Not a WeakSet: the guard of the watch looks while others attend, and must not end because a set has changed.
-        self._attended: list[weakref.ref[Attended]] = []
-        self._changes = threading.Lock()
+        self._attended: Living[Attended] = Living()
         self._store = self.attend(store)
         # A daemon: a call that the store never answers must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="zeroshard store", daemon=True)
@@ -111,16 +109,14 @@ class StoreLine:
     def attend(self, store: Store) -> Attended:
         """The store, for calls of other threads, so that `silent_for` includes them."""
         attended = Attended(store, self.clock)
-        with self._changes:  # a new list: another thread may be in a loop over the old one
-            self._attended = [*(known for known in self._attended if known() is not None), weakref.ref(attended)]
+        self._attended.add(attended)
         return attended
 
     def silent_for(self) -> float:
         """Seconds since the oldest call that the store has not answered yet; 0 if no call is open. Time for which this
         process was stopped is left out, provided that this is called every second."""
         now = self.clock.seconds()
-        alive = [one for known in self._attended if (one := known()) is not None]
-        asked = [asked for one in alive if (asked := one.asked) is not None]
+        asked = [asked for one in self._attended.all() if (asked := one.asked) is not None]
         return max(0.0, now - min(asked)) if asked else 0.0
 
     @property

@@ -10,7 +10,6 @@ their own and, from the first of these on, for all losses. (Which parameter, ran
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from zeroshard.errors import InvalidState, InvalidValue
 from zeroshard.loss_scale import LossScaler, ScaleState
+from zeroshard.ranks.living import Living
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +67,7 @@ class LossLedger:
         self._scale: float | None = None
         self._is_weighted: bool | None = None  # of the gradients that wait for a step, as `_scale`
         self._are_of_some_ranks = False  # the same
-        self._accounts: weakref.WeakSet[LossAccount] = weakref.WeakSet()
+        self._accounts: Living[LossAccount] = Living()
         self._before: dict[LossScaler, tuple[ScaleState, bool]] = {}
 
     def open_account(self, default: LossScaler | None) -> LossAccount:
@@ -146,12 +146,12 @@ class LossLedger:
 
     def forget_losses(self) -> None:
         """Forget the losses of all optimizers: their gradients have been discarded."""
-        for account in self._accounts:
+        for account in self._accounts.all():
             account.clear()
 
     def discard_losses(self) -> None:
         """All gradients have been discarded, or a backward has raised: gradients that are set later have no weight."""
-        for account in self._accounts:
+        for account in self._accounts.all():
             account.discard()
 
     def expect_one_scale(self) -> None:
@@ -205,7 +205,7 @@ class LossAccount:
         Raises:
             RuntimeError: some losses of a step have weights, others have none.
         """
-        together = list(self._ledger._accounts)
+        together = self._ledger._accounts.all()
         if anew:
             self._ledger.forget_losses()
         else:

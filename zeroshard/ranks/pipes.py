@@ -31,6 +31,7 @@ from torch import Tensor
 
 from zeroshard.errors import Error, InvalidState
 from zeroshard.ranks.clock import Patience
+from zeroshard.ranks.living import Living
 from zeroshard.ranks.shared_memory import Process, open_of_peer
 
 MOST_BYTES = 16 << 10
@@ -242,8 +243,7 @@ class Pipes:
         weakref.finalize(self, _close_all, self._files).atexit = False
         self._peers = {other: _Peer(other, *self._pipe()) for other in ranks if other != rank}
         self._wake, self._bell = self._pipe()
-        with _CHANGES:
-            _ALL.add(self)
+        _ALL.add(self)
         self._poller = select.poll()
         self._poller.register(self._wake, select.POLLIN)
         for peer in self._peers.values():
@@ -472,14 +472,12 @@ def _close_all(files: set[int]) -> None:
             os.close(file)
 
 
-_ALL: weakref.WeakSet[Pipes] = weakref.WeakSet()
+_ALL: Living[Pipes] = Living()
 """The pipes of this process, connected or not."""
-_CHANGES = threading.Lock()
-"""Held while `_ALL` grows, or is copied by a thread that must not fail because it grows."""
 
 
 def _close_copies() -> None:
-    for pipes in list(_ALL):
+    for pipes in _ALL.all():
         pipes.close_copies()
 
 
@@ -488,7 +486,5 @@ os.register_at_fork(after_in_child=_close_copies)
 
 def interrupt_all() -> None:
     """Make every wait for a pipe in this process raise, in all threads: a rank has failed."""
-    with _CHANGES:
-        everything = list(_ALL)
-    for pipes in everything:
+    for pipes in _ALL.all():
         pipes.interrupt("a rank has failed")

@@ -9,7 +9,6 @@ ShardedOptimizer, which discards the gradients of parameters that no ShardedOpti
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.outside_graphs import outside_graphs
+from zeroshard.ranks.living import Living
 from zeroshard.runtime.gather import in_backward
 
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+_ENGINES: Living[Any] = Living()
 _HOOKS: list[object] = []
 
 
@@ -40,7 +40,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _: Sequence[Any], __: Mapping
         RuntimeError: it would skip a parameter that plain torch would train.
     """
     inside = in_backward()
-    engines = [engine for engine in _ENGINES if (inside or engine.ledger.discarded) and not engine.life.is_over]
+    engines = [engine for engine in _ENGINES.all() if (inside or engine.ledger.discarded) and not engine.life.is_over]
     others = [engine for engine in engines if all(optimizer is not owner for owner in engine.claims.owners())]
     if not others:
         return

@@ -23,7 +23,6 @@ changes apart. If two numbers change sign, and both are the last of their words,
 from __future__ import annotations
 
 import ctypes
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -48,13 +47,15 @@ def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
     words, rest = values[:in_words].view(torch.int64), values[in_words:]
     columns = min(words.numel(), COLUMNS)
     in_rows = words.numel() // COLUMNS * COLUMNS
-    with _LOCK:
-        sums, upper, factors = _SUMS[:columns], _UPPER[:columns], _FACTORS[:columns]
-        torch.sum(words[:in_rows].view(-1, columns), 0, out=sums) if in_rows else sums.zero_()
-        sums[: words.numel() - in_rows].add_(words[in_rows:])
-        torch.dot(sums, factors, out=_FOUND[0])
-        torch.dot(torch.bitwise_right_shift(sums, 32, out=upper), factors, out=_FOUND[1])
-        return ctypes.string_at(_FOUND.data_ptr(), _FOUND.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+    # New memory each time: what is kept for it would need a lock, for models of several threads. A garbage collection
+    # may run here, and a finalizer that reads another model (or a signal handler) would wait for its own thread.
+    sums, upper = torch.empty(2, columns, dtype=torch.int64, device="cpu")
+    torch.sum(words[:in_rows].view(-1, columns), 0, out=sums) if in_rows else sums.zero_()
+    sums[: words.numel() - in_rows].add_(words[in_rows:])
+    found = torch.empty(2, dtype=torch.int64, device="cpu")
+    torch.dot(sums, _FACTORS[:columns], out=found[0])
+    torch.dot(torch.bitwise_right_shift(sums, 32, out=upper), _FACTORS[:columns], out=found[1])
+    return ctypes.string_at(found.data_ptr(), found.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
 
 
 def _random_factors() -> Tensor:
@@ -63,10 +64,7 @@ def _random_factors() -> Tensor:
 
 
 with torch.inference_mode(False):
-    _FACTORS, (_SUMS, _UPPER) = _random_factors(), torch.empty(2, COLUMNS, dtype=torch.int64, device="cpu")
-    _FOUND = torch.empty(2, dtype=torch.int64, device="cpu")
-_LOCK = Lock()
-"""Held while these are written to and read: models of several threads have the same ones."""
+    _FACTORS = _random_factors()
 
 
 class Marks:
