@@ -265,6 +265,32 @@ def test_a_wait_ends_when_another_thread_says_so() -> None:
     other.join()
 
 
+def test_an_interrupt_does_not_wait_for_a_finalizer_that_waits() -> None:
+    """The watch waited for the lock, and did not end the process of a failed job."""
+    first, _ = ends_of()
+    waits, over = threading.Event(), threading.Event()
+
+    def finalizer() -> None:
+        waits.set()
+        over.wait()
+
+    def receives() -> None:
+        with first._locked:  # a garbage collection may run here
+            finalizer()
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (receives, lambda: first.interrupt("it ends"))]
+    try:
+        threads[0].start()
+        waits.wait()
+        threads[1].start()
+        threads[1].join(60)
+        assert not threads[1].is_alive()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_a_message_of_another_size_is_refused() -> None:
     first, second = ends_of()
     second.send(0, A, number(1, 3))

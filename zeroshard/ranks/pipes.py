@@ -42,6 +42,8 @@ _AT_ONCE = 1 << 16
 """Bytes read from a pipe in one call: the default capacity of a pipe."""
 _SHORT = 0.01
 """Seconds: how often a thread that wants to write tries again while another thread polls."""
+_UNTIL_FREE = 2.0
+"""Seconds for which an `interrupt` tries to have the lock, which is held for moments."""
 
 FORKED = (
     "this process was forked from a rank, and cannot exchange data with the other ranks: call whatever gathers, "
@@ -353,9 +355,13 @@ class Pipes:
 
     def interrupt(self, why: str) -> None:
         """Make all waits here raise, in every thread, and also the waits of peers for this rank."""
-        if not self.is_forked_copy:
-            with self._changed:
+        # The watch calls this before it ends the process. Garbage collection may have run a finalizer in a thread that
+        # has the lock, and if that waits for what has failed, the lock never comes free.
+        if not self.is_forked_copy and self._changed.acquire(timeout=_UNTIL_FREE):
+            try:
                 self._close(why)
+            finally:
+                self._changed.release()
 
     def close_copies(self) -> None:
         """In a forked copy of this process: close its copies of the pipes. Otherwise the peers would see the end of
