@@ -302,7 +302,9 @@ class Schedule(NotCopied):
     def abandon_backward(self) -> bool:
         """If the last backward raised and never ended (autograd has let go of `_end`): wait for its collectives, and
         discard its gradients. Returns whether it had added to gradients of earlier ones, which are discarded, too."""
-        if self.task is None or (in_backward() and self._is_held()) or self._is_in_backward_elsewhere():
+        task, held = self.task, self._is_held()
+        # A backward of another thread may be ending: it forgets its task, and then autograd lets go of `_end`.
+        if task is None or self.task != task or (held and (in_backward() or not self.running.is_trainer)):
             return False
         self.running.stretches.end_backward()
         self._forget()
