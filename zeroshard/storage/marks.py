@@ -47,15 +47,25 @@ def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
     words, rest = values[:in_words].view(torch.int64), values[in_words:]
     columns = min(words.numel(), COLUMNS)
     in_rows = words.numel() // COLUMNS * COLUMNS
-    # New memory each time: what is kept for it would need a lock, for models of several threads. A garbage collection
-    # may run here, and a finalizer that reads another model (or a signal handler) would wait for its own thread.
-    sums, upper = torch.empty(2, columns, dtype=torch.int64, device="cpu")
+    # No lock: a garbage collection may run here, and a finalizer that reads another model (or a signal handler) would
+    # wait for its own thread. Whoever finds nothing spare, inside of this call or on another thread, makes its own.
+    try:
+        scratch = _SPARE.pop()
+    except IndexError:
+        scratch = _new_scratch()
+    sums, upper, found = scratch[:columns], scratch[COLUMNS : COLUMNS + columns], scratch[-2:]
     torch.sum(words[:in_rows].view(-1, columns), 0, out=sums) if in_rows else sums.zero_()
     sums[: words.numel() - in_rows].add_(words[in_rows:])
-    found = torch.empty(2, dtype=torch.int64, device="cpu")
     torch.dot(sums, _FACTORS[:columns], out=found[0])
     torch.dot(torch.bitwise_right_shift(sums, 32, out=upper), _FACTORS[:columns], out=found[1])
-    return ctypes.string_at(found.data_ptr(), found.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+    mark = ctypes.string_at(found.data_ptr(), found.nbytes), ctypes.string_at(rest.data_ptr(), rest.nbytes)
+    _SPARE.append(scratch)
+    return mark
+
+
+def _new_scratch() -> Tensor:
+    """For one call: the sums of the columns, their upper halves, and the two halves of the mark."""
+    return torch.empty(2 * COLUMNS + 2, dtype=torch.int64, device="cpu")
 
 
 def _random_factors() -> Tensor:
@@ -64,7 +74,7 @@ def _random_factors() -> Tensor:
 
 
 with torch.inference_mode(False):
-    _FACTORS = _random_factors()
+    _FACTORS, _SPARE = _random_factors(), [_new_scratch()]
 
 
 class Marks:
