@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import garbage
 from zeroshard.failures import frames
 from zeroshard.failures.frames import calls_of
 
@@ -19,24 +20,19 @@ IN_ONE_PIECE = "[code.co_name for code, _ in frames.calls_of(thread)]"
 AS_PYTHON_DOES = "plain(thread)"
 
 LOOKS = '''
-import gc, os, runpy, sys, threading, types
+import os, runpy, sys, threading, types
 
-frames = types.SimpleNamespace(**runpy.run_path(sys.argv[1]))  # without torch
+frames, garbage = (types.SimpleNamespace(**runpy.run_path(path)) for path in sys.argv[1:])  # without torch
 
 inside, go, over, looked = (threading.Event() for _ in range(4))
 main = threading.main_thread().ident
 
 
-class Garbage:
-    """Its finalizer lets the main thread return from all its calls, and make others."""
-
-    def __init__(self):
-        self.me = self
-
-    def __del__(self):
-        if inside.is_set() and threading.get_ident() != main:
-            go.set()
-            over.wait()
+def finalizer():
+    """Lets the main thread return from all its calls, and make others."""
+    if inside.is_set() and threading.get_ident() != main:
+        go.set()
+        over.wait()
 
 
 def before(n, *rest):
@@ -66,15 +62,11 @@ def plain(thread):
 def look(made):
     inside.wait()
     thread = main
-    gc.collect()
-    garbage = Garbage()
-    del garbage
-    gc.set_threshold(made, 1, 1)  # the collection comes after so many new objects
     try:
-        seen = [name for name in LOOK if name in ("before", "after")]
+        with garbage.collected_at(made, finalizer):
+            seen = [name for name in LOOK if name in ("before", "after")]
     except AttributeError as error:  # what has been found is no frame
         seen = [repr(error)]
-    gc.set_threshold(700, 10, 10)
     if seen not in (["before"] * 31, ["after"] * 31):
         os.write(1, b"torn")
         os._exit(3)
@@ -95,7 +87,8 @@ print("whole")
 def looked(tmp_path: Path, how: str) -> subprocess.CompletedProcess[str]:
     program = tmp_path / "looks.py"
     program.write_text(LOOKS.replace("LOOK", how))
-    return subprocess.run([sys.executable, program, str(frames.__file__)], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, program, str(frames.__file__), str(garbage.__file__)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_a_finalizer_cannot_end_the_call_that_is_looked_at(tmp_path: Path) -> None:

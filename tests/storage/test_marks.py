@@ -229,3 +229,12 @@ def test_a_finalizer_makes_marks_in_the_middle_of_another_one() -> None:
     thread.join(100)
     assert not thread.is_alive()
     assert len(found) > 5 and set(found) == {of_others}
+
+
+def test_memory_for_marks_that_is_made_in_inference_serves_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.arange(100.0)
+    expected = mark_of(values)
+    monkeypatch.setattr(marks, "_SPARE", [])
+    with torch.inference_mode():
+        assert mark_of(values) == expected
+    assert len(marks._SPARE) == 1 and mark_of(values) == expected and len(marks._SPARE) == 1

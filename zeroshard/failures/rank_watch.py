@@ -88,22 +88,23 @@ class Watch:
             self.line.ask(lambda store: self._notices.come(store, self._peers.me), timeout)
             further = connection_of_its_own(store, timeout)
             self.bell = Bell(further, of.prefix, self._notices.bell, self._hear_bell, BEAT_SECONDS)
-        except (Silent, TookTooLong, InvalidState) as error:
-            why = self._give_up_start(error)
+        except InvalidState as error:
+            self._give_up_start(str(error))
+            raise
+        except (Silent, TookTooLong) as error:
+            self._give_up_start(why := self._peers.why_silent(store))
             if isinstance(error, Closed):
                 raise LostPeer(f"init: {error}: {_HOLDER_ENDED}", None, []) from None
-            raise (error if why == str(error) else TookTooLong(f"init: {error}: {why}")) from None
+            raise TookTooLong(f"init: {error}: {why}") from None
         # A third thread, which must not call the store: the other two may block in it forever, and this one notices.
         self._guard = threading.Thread(target=self._run, name="zeroshard watch", daemon=True)
         self._guard.start()
 
-    def _give_up_start(self, error: Exception) -> str:
-        """Wake who has stopped, and tell the others. Returns why the watch cannot start."""
-        why = str(error) if isinstance(error, InvalidState) else self._peers.why_silent(self.of.store)
+    def _give_up_start(self, why: str) -> None:
+        """Wake who has stopped, and tell the others why this rank does not start."""
         self._peers.wake(self.of.store)
         with suppress(AttributeError, Silent):  # there is no line yet, or nobody to wake
             self.line.close(partial(self._announce_found, cause=Cause(self.rank, f"failed: {why}")), PATIENCE_SECONDS)
-        return why
 
     def close(self) -> None:
         """End the watch of a rank whose work is done."""

@@ -65,7 +65,8 @@ def mark_of(values: Tensor) -> tuple[bytes, bytes] | None:
 
 def _new_scratch() -> Tensor:
     """For one call: the sums of the columns, their upper halves, and the two halves of the mark."""
-    return torch.empty(2 * COLUMNS + 2, dtype=torch.int64, device="cpu")
+    with torch.inference_mode(False):
+        return torch.empty(2 * COLUMNS + 2, dtype=torch.int64, device="cpu")
 
 
 def _random_factors() -> Tensor:
@@ -74,7 +75,9 @@ def _random_factors() -> Tensor:
 
 
 with torch.inference_mode(False):
-    _FACTORS, _SPARE = _random_factors(), [_new_scratch()]
+    _FACTORS = _random_factors()
+_SPARE = [_new_scratch()]
+"""Memory for calls to come."""
 
 
 class Marks:
