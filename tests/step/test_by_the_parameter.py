@@ -128,7 +128,7 @@ class Sometimes(torch.optim.Optimizer):
                     self.state[p]["step"] = number = self.state[p].get("step", 0) + 1
                     looks = {
                         "group": group["by_layer"],
-                        "vector": p.ndim == 1,
+                        "vector": self.where == "vector" and p.ndim == 1,
                         "late": number > 2,
                     }.get(self.where, True)
                     scale = 1.0
@@ -156,13 +156,15 @@ def test_what_a_class_looks_at_only_sometimes_is_found() -> None:
         found = granularity_of(Sometimes, {"where": where}, None, groups=groups, parameters=scaled)
         assert found is Granularity.PARAMETER, where
     assert granularity_of(Sometimes, {"where": "group"}, None, parameters=scaled) is Granularity.ELEMENT
-    assert granularity_of(Sometimes, {"where": "vector"}, None, parameters=scaled[:1]) is Granularity.ELEMENT
+    with pytest.raises(ValueError, match="looks at attributes"):  # of parameters with one dimension, as the bias
+        granularity_of(Sometimes, {"where": "vector"}, True, parameters=scaled)
+    assert granularity_of(Sometimes, {"where": "vector"}, True, parameters=scaled[:1]) is Granularity.ELEMENT
 
 
 @on_ranks(2)
 def test_an_attribute_that_is_set_later_is_refused_or_has_no_meaning(rank: int) -> None:
-    """Plain torch looks there in each step."""
-    for where in ("", *SOMETIMES):
+    """Plain torch looks there in each step. (A class that looks at shapes has whole parameters.)"""
+    for where in ("", *(way for way in SOMETIMES if way != "vector")):
         model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 1))
         handle = zeroshard.shard(model, "zero2")
         optimizer = zeroshard.ShardedOptimizer(handle, Sometimes, lr=0.1, where=where)

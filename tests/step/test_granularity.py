@@ -7,6 +7,7 @@ Found with the classes of pytorch-optimizer 4.1.0: AdaNorm, AdaShift and AdamP t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,13 @@ class Factors(OfAGradient):
         return grad if min(p.shape) < 128 else grad / grad.square().mean(0).add(1e-8).sqrt()
 
 
+class BySize(OfAGradient):
+    """As a class of one's own that treats large parameters in another way, element by element in both."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        return grad.sign() if p.numel() > 500 else grad
+
+
 class Randomised(OfAGradient):
     def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
         return grad * torch.rand(())
@@ -113,6 +121,45 @@ class Talks(OfAGradient):
 def test_what_may_depend_on_a_whole_parameter_gets_whole_parameters(of_class: type[OfAGradient]) -> None:
     assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.PARAMETER
     assert granularity_of(of_class, {"lr": 0.1}, True, sharded=True) is Granularity.ELEMENT, "a declaration is believed"
+
+
+LOOKS: dict[str, Callable[[Tensor], bool]] = {
+    "shape": lambda p: p.shape[0] > 500,
+    "equal": lambda p: p.shape == (7, 7),
+    "square": lambda p: p.size(0) == p.size(-1),
+    "all": lambda p: min(p.size()) > 500,
+    "numel": lambda p: p.shape.numel() > 20000,
+    "convolution": lambda p: p.ndim == 4,
+    "dim": lambda p: p.dim() > 2,
+    "len": lambda p: len(p) > 500 or len(p.shape) > 2,
+    "stride": lambda p: p.stride()[0] > 500,
+    "torch": lambda p: torch.numel(p) > 20000,
+}
+
+
+@pytest.mark.parametrize("way", LOOKS)
+def test_a_class_that_looks_at_shapes_gets_whole_parameters(way: str) -> None:
+    """What it does to a shape that the trial does not have, it would not do to pieces of it, in silence."""
+
+    class Looks(OfAGradient):
+        def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+            return grad.sign() if LOOKS[way](p) else grad
+
+    class WhenBuilt(OfAGradient):
+        def __init__(self, params: Any, lr: float = 1e-2) -> None:
+            super().__init__(params, lr)
+            self.large = [LOOKS[way](p) for group in self.param_groups for p in group["params"]]
+
+        def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+            return grad.sign() if any(self.large) else grad
+
+    for of_class in (Looks, WhenBuilt):
+        assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.PARAMETER
+
+
+def test_large_parameters_are_stepped_as_on_one_process() -> None:
+    job = Job(BySize, {"lr": 1e-2}, steps=3)
+    as_one_process([(job, plan) for plan in (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO3)], 2)
 
 
 class Counting(torch.optim.AdamW):

@@ -30,6 +30,7 @@ from zeroshard.step.trials import (
     are_close,
     asked_for,
     communicates,
+    goes_by_shapes,
     kept_beside_state,
     ones,
     shares_out,
@@ -84,8 +85,9 @@ def granularity_of(
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
     classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
     stepped together, one by one, and cut into pieces, and the results are compared. A class is taken to be elementwise
-    only if none of its operations combines elements either, and if it sees nothing of these parameters that their
-    pieces have not: a class of their own (geoopt's points on manifolds), or attributes that it asks for.
+    only if none of its operations combines elements either, if it does not look at shapes, and if it sees nothing of
+    these parameters that their pieces have not: a class of their own (geoopt's points on manifolds), or attributes that
+    it asks for.
 
     Args:
         sharded: whether no rank steps all parameters.
@@ -236,7 +238,7 @@ def _by_trial(tried: Tried, *, sharded: bool) -> Granularity:
         # quantise state of more than 4,096 elements.
         if cuts_alike and not watching.combines:
             try_out(tried, watching, shapes=((130, 131),))
-        is_elementwise = cuts_alike and not watching.combines
+        is_elementwise = cuts_alike and not watching.combines and not goes_by_shapes(tried)
     except Exception:  # the class takes matrices only
         is_elementwise = False
     return Granularity.ELEMENT if is_elementwise else Granularity.PARAMETER

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -247,6 +248,58 @@ class _Noting(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         self._asked.add(key)
         raise KeyError(key)
+
+
+def goes_by_shapes(tried: Tried) -> bool:
+    """Whether the class looks at the shape of what it steps: it may do something else from a number of rows on, to
+    square matrices or to convolutions. To pass a shape on to a function of torch, as for a new state, is no look."""
+    tensor, looking = ones(4, 6), _Looking()
+    gradients = [gradient.view_as(tensor) for gradient in _gradients(tensor.numel())]
+    try:
+        with looking:
+            optimizer = tried.over([tensor])
+            for gradient in gradients:
+                tensor.grad = gradient
+                run_step(optimizer)
+    except Exception:  # it has stepped without this mode: something does not take such a shape
+        return True
+    return looking.found
+
+
+_SIZES = (
+    *(Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__, torch.numel),
+    *(getattr(Tensor, name).__get__ for name in ("ndim", "nbytes")),
+)
+_SHAPES = (Tensor.size, Tensor.shape.__get__)  # type: ignore[attr-defined]
+
+
+class _Looking(TorchFunctionMode):
+    """Inside, `found` becomes True where the shape of a tensor of several elements is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+        def looked(name: str) -> Any:
+            def look(shape: Any, *args: Any) -> Any:
+                self.found = True
+                return getattr(torch.Size(tuple.__iter__(shape)), name)(*args)
+
+            return look
+
+        ways = ("iter", "len", "getitem", "contains", "eq", "ne", "lt", "le", "gt", "ge", "add", "mul", "hash")
+        methods = [*(f"__{name}__" for name in ways), "numel", "count", "index"]
+        self._shape = type("Size", (tuple,), {name: looked(name) for name in methods})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _SIZES or func in _SHAPES:
+            if args[0].numel() <= 1:
+                return result
+            if isinstance(result, torch.Size):
+                return self._shape(result)
+            self.found = True
+        return result
 
 
 def ones(*shape: int) -> Tensor:
