@@ -321,6 +321,43 @@ def test_what_needs_all_parameters_trains_where_each_rank_has_them(tmp_path: Pat
     run_ranks(check, 2)
 
 
+class ByPlace(torch.optim.Optimizer):
+    """The later a parameter in its group, the smaller its steps; all are divided by the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for place, p in enumerate(group["params"]):
+                p.sub_(p.grad / norm, alpha=group["lr"] * 0.8**place)
+
+
+@on_ranks(2)
+def test_under_ddp_parameters_are_stepped_in_the_order_of_the_groups(rank: int) -> None:
+    """They were in the order of the buffers: other places in their group, in silence, and other bits of a sum."""
+
+    def build() -> tuple[nn.Sequential, list[dict[str, Any]]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5), nn.Linear(5, 1))
+        first, *others = model.parameters()
+        return model, [{"params": [first, others[2]]}, {"params": [*reversed(others[3:]), *others[:2]], "lr": 0.2}]
+
+    model, groups = build()
+    zeroshard.shard(model, "ddp", units=nn.Linear)
+    plain, plain_groups = build()
+    optimizers = zeroshard.ShardedOptimizer(groups, ByPlace, lr=0.1), ByPlace(plain_groups, lr=0.1)
+    for step in range(3):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 class OfManager(torch.optim.SGD):
     """As those of bitsandbytes: a manager outside of it has options of single parameters."""
 

@@ -71,6 +71,7 @@ class Assignment:
         defaults: the keyword arguments that it is built with.
         options: index among all param groups of the optimizer -> hyper-parameters of the group.
         groups: the units and slots of the parameters; at least one.
+        places: id of a parameter -> its place in the user's param groups.
         collectives: of the ranks that step together.
     """
 
@@ -78,6 +79,7 @@ class Assignment:
     defaults: Options
     options: dict[int, Options]
     groups: Groups
+    places: dict[int, int]
     collectives: Collectives
 
     def members(self) -> Iterator[Member]:

@@ -73,7 +73,9 @@ class OwnerState:
         }
 
     def _tensors_of(self, group: int) -> list[Tensor]:
-        return [value for whole, value in self.values.items() if whole.group == group]
+        """In the user's order: some classes go by the place in the group, or add up over it."""
+        places, mine = self._assignment.places, [whole for whole in self.values if whole.group == group]
+        return [self.values[whole] for whole in sorted(mine, key=lambda whole: places[id(whole.parameter)])]
 
     def _state_of(self, whole: WholeParameter) -> dict[str, Any]:
         return self.inner.state_of(self.values[whole])

@@ -348,14 +348,16 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
         if not by_unit:
             continue
         defaults, of_mine = classes.options_of(mine[0]), {index: options[index] for index in mine}
-        assignment = Assignment(optimizer_class, defaults, of_mine, by_unit, engine.collectives)
+        parameters = [parameter for index in mine for parameter in groups.lists[index]["params"]]
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        assignment = Assignment(optimizer_class, defaults, of_mine, by_unit, places, engine.collectives)
         granularity = granularity_of(
             optimizer_class,
             defaults,
             classes.declared(optimizer_class),
             sharded=any(unit.updated.numel < unit.layout.numel for unit in by_unit),
             groups=[*of_mine.values()],
-            parameters=[parameter for index in mine for parameter in groups.lists[index]["params"]],
+            parameters=parameters,
         )
         if granularity is Granularity.PARAMETER:
             for slot in [member.slot for member in assignment.members() if not member.slot.world]:
