@@ -82,6 +82,18 @@ class BySize(OfAGradient):
         return grad.sign() if p.numel() > 500 else grad
 
 
+class OfTrained(OfAGradient):
+    """Leaves out what is frozen, also where there is a gradient."""
+
+    def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
+        scaled = grad if not self.whole else grad / grad.norm()
+        return scaled if p.requires_grad else torch.zeros_like(grad)
+
+    def __init__(self, params: Any, lr: float = 1e-2, whole: bool = False) -> None:
+        super().__init__(params, lr)
+        self.whole = whole
+
+
 class Randomised(OfAGradient):
     def update(self, state: dict[str, Any], p: Tensor, grad: Tensor) -> Tensor:
         return grad * torch.rand(())
@@ -160,6 +172,16 @@ def test_a_class_that_looks_at_shapes_gets_whole_parameters(way: str) -> None:
 def test_large_parameters_are_stepped_as_on_one_process() -> None:
     job = Job(BySize, {"lr": 1e-2}, steps=3)
     as_one_process([(job, plan) for plan in (zeroshard.DDP, zeroshard.ZERO1, zeroshard.ZERO3)], 2)
+
+
+def test_what_is_stepped_requires_grad() -> None:
+    """Classes that leave out frozen parameters left out everything, in silence."""
+    jobs = [
+        Job(OfTrained, {"lr": 1e-2, "whole": whole}, steps=3, precision=precision)
+        for whole in (False, True)
+        for precision in ("fp32", "bf16", "bf16-remainder")
+    ]
+    as_one_process([(job, plan) for job in jobs for plan in (zeroshard.DDP, zeroshard.ZERO3)], 2)
 
 
 class Counting(torch.optim.AdamW):

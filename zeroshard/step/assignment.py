@@ -55,11 +55,12 @@ class Member:
         return self.unit.layout.slots[self.index]
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """The tensor, with the class and the attributes of the parameter: an optimizer may go by either."""
+        """The tensor, with the class and the attributes of the parameter: an optimizer may go by either. It requires
+        grad: some classes leave out what does not."""
         if (kind := kind_of(self.parameter)) is not nn.Parameter:
             tensor.__class__ = kind
         tensor.__dict__ = self.parameter.__dict__  # not a copy: they may change
-        return tensor
+        return tensor.requires_grad_()
 
 
 @dataclass(frozen=True, eq=False)

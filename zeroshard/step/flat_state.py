@@ -302,11 +302,12 @@ class FlatState:
 
 
 def main_tensor(unit: Unit, world: Interval) -> Tensor:
-    """The tensor of a piece in the inner optimizer: a view of main; or a placeholder, if main must be joined first."""
+    """The tensor of a piece in the inner optimizer: a view of main; or a placeholder, if main must be joined first.
+    It requires grad, as the parameter does: some classes leave out what does not."""
     main = unit.main
     if main.needs_scratch:
-        return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel)
-    return main.read(world).detach()
+        return torch.zeros((), dtype=main.dtype, device=main.weights.device).expand(world.numel).requires_grad_()
+    return main.read(world).detach().requires_grad_()
 
 
 def _split(piece: Piece, parts: Sequence[Interval]) -> list[Piece]:
