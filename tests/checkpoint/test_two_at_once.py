@@ -196,11 +196,11 @@ def removed_before_it_is_opened(rank: int, directory: Path) -> None:
     for removes, remove in itertools.product((0, 1), (os.unlink, shutil.rmtree)):
         zeroshard.save(directory, handle, step=1)
 
-        def behind_find(path: Path, how: str, removes: int = removes, remove: Callable[..., Any] = remove) -> None:
+        def behind_find(path: Path, *told: Any, removes: int = removes, remove: Callable[..., Any] = remove) -> None:
             if rank == removes:
                 remove(path / "manifest.json" if remove is os.unlink else path)
             handle.engine.collectives.exchange_objects(None)
-            expect_shared(path, how)
+            expect_shared(path, *told)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(folders, "expect_shared", behind_find)

@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroshard
 from tests.patience import HANG
-from zeroshard.checkpoint import writer
+from zeroshard.checkpoint import publishing, writer
 from zeroshard.testing import run_ranks
 
 RANKS = (3, 1)
@@ -116,6 +116,32 @@ def disk_full(rank: int, folder: str) -> None:
         zeroshard.save(folder, one.handle, one.optimizer, step=1)
 
 
+def own_folders(rank: int, folder: str) -> None:
+    one = Training(rank, folder)
+    zeroshard.save(f"{folder}-of-{rank}", one.handle, one.optimizer, step=1)
+
+
+def own_folders_to_load(rank: int, folder: str) -> None:
+    one = Training(rank, folder)
+    zeroshard.save(folder, one.handle, one.optimizer, step=1)
+    zeroshard.load(folder if rank == 3 else f"{folder}-of-{rank}", one.handle, one.optimizer)
+
+
+def full_behind_the_rename(rank: int, folder: str) -> None:
+    one = Training(rank, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "set_latest", no_room)  # on the first rank of the group alone
+        zeroshard.save(folder, one.handle, one.optimizer, step=1)
+
+
+def closed_on_the_first(rank: int, folder: str) -> None:
+    one = Training(rank, folder)
+    one.handle.close(rank0_only=True)
+    if rank == 3:
+        raise RuntimeError("only rank 3 has values")
+    one.model[0].weight.sum()
+
+
 CASES: list[tuple[Callable[[int, str], None], str]] = [
     (other_model, r"rank 3 has .* where rank 1 has"),
     (other_path, r"rank 3 at .* rank 1 at "),
@@ -128,6 +154,10 @@ CASES: list[tuple[Callable[[int, str], None], str]] = [
     (other_writes, r"other values than on rank 3 in .*rank 1\)"),
     (wrong_on_one, r"\(on rank 1\)"),
     (disk_full, r"rank 1: .*No space"),
+    (own_folders, r"which rank 3 has made"),
+    (own_folders_to_load, r"which rank 3 has found"),
+    (full_behind_the_rename, r"rank 3 failed in what follows"),
+    (closed_on_the_first, r"on(ly)? rank 3 (alone|has)"),
 ]
 
 

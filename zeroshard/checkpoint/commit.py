@@ -79,7 +79,7 @@ class Job:
         """
         failure: BaseException | None = None
         try:
-            folders.expect_shared(self.folder, "made")
+            folders.expect_shared(self.folder, self.meeting.first, "made")
             file = file_name(self.meeting.rank)
             entry = write_with_index(self.folder / file, self.plan, self.meeting.beat)
             self.meeting.report(part_of(self.plan, entry, self.meeting.rank))
@@ -121,7 +121,7 @@ class Job:
             # Before `discard`: a rank that still writes would create files in the folder while it is removed.
             self.meeting.let_stop()
             if ours is not None and folders.identity(self.folder.with_name(folders.step_name(step))) == ours:
-                verdict = in_place(step, error)  # an interrupt that came behind the rename
+                verdict = in_place(step, self.meeting.first, error)  # an interrupt that came behind the rename
             else:
                 verdict = f"step {step} was not saved: {in_words(error)}{discard(self.folder)}"
             self.meeting.announce(verdict)
@@ -135,7 +135,7 @@ class Job:
             publishing.set_latest(self.folder.parent, step, self.base.id)
             pruning.sweep(self.folder.parent)
         except BaseException as error:
-            verdict = in_place(step, error)
+            verdict = in_place(step, self.meeting.first, error)
             if not isinstance(error, Exception):
                 raise
             failure = error
@@ -153,9 +153,9 @@ def file_metadata(step: int, unique: str, rank: int) -> dict[str, str]:
     return {"format": "pt", "zeroshard": f"step {step}, {unique}, {file_name(rank)}"}
 
 
-def in_place(step: int, error: BaseException) -> str:
-    """The verdict where an error came behind the rename, which commits a step."""
-    return f"step {step} is in place, but rank 0 failed in what follows (sync, latest, sweep): {in_words(error)}"
+def in_place(step: int, rank: int, error: BaseException) -> str:
+    """The verdict where an error came behind the rename, which commits a step. `rank`: its number in the job."""
+    return f"step {step} is in place, but rank {rank} failed in what follows (sync, latest, sweep): {in_words(error)}"
 
 
 def discard(folder: Path) -> str:

@@ -125,15 +125,16 @@ def expect_manifest_of_latest(directory: Path, named: int | None, known: dict[in
         )
 
 
-def expect_shared(path: Path, how: str) -> None:
-    """Called on every rank with a path that exists on rank 0. `how`: what rank 0 has done with it, for the message.
+def expect_shared(path: Path, first: int, how: str) -> None:
+    """Called on every rank with a path that exists on the first one. `first`: that rank's number in the job, and `how`:
+    what it has done with the path, for the message.
 
     Raises:
         CheckpointError: this rank's host does not have it.
     """
     if not path.exists():
         raise CheckpointError(
-            f"{path}, which rank 0 has {how}, does not exist on {socket.gethostname()}: {ON_SHARED_FILES}"
+            f"{path}, which rank {first} has {how}, does not exist on {socket.gethostname()}: {ON_SHARED_FILES}"
         )
 
 

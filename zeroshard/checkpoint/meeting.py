@@ -78,6 +78,11 @@ class Meeting:
         self._reports: list[Report] = []  # of this rank and of the ranks whose reports it gathers
         self._combine = combine
 
+    @property
+    def first(self) -> int:
+        """The number of rank 0 in the whole job: messages name ranks by it."""
+        return self._ranks[0]
+
     def beat(self) -> None:
         """Count a heartbeat, if one is due. Call it regularly while working.
 

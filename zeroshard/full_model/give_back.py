@@ -60,6 +60,7 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
     """Free these units, and give their parameters main's values in full. On ranks that the destination leaves out, the
     values are lost. Collective."""
     keeps = destination.includes(collectives.mesh.world.rank)
+    first = collectives.mesh.world.ranks[0]
     for unit in units:
         if unit.leaving is None:
             in_place = not unit.trainable and unit.weights.is_resting_in_full
@@ -69,7 +70,7 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
             if keeps:
                 give(parameter, destination.copy(unit.leaving[index], unit.spec.dtype))
             else:
-                unit.weights.absent.lose(index, parameter, "they were given back on rank 0 alone")
+                unit.weights.absent.lose(index, parameter, f"they were given back on rank {first} alone")
         unit.leaving = ()  # before the next unit is read
 
 
