@@ -89,7 +89,7 @@ def test_who_is_blamed_when_ranks_are_silent() -> None:
     assert network == [f"no heartbeat from b (ranks 1, 2) for 8 s: {likely}"]
     # The rank of a host with one rank is killed: no other rank sees its process end. The network was blamed for it.
     killed = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(1.7)}, closed=True)
-    why = "its processes were killed (possibly out of memory), or the host was shut down"
+    why = "its processes were killed (often out of memory) or crashed, or the host was shut down"
     assert killed == [f"no heartbeat from c (rank 3) for 2 s, and a connection was closed: {why}"]
     # The host is cut off: another rank's wait has timed out first, and it has closed its connection to this one.
     cut_off = blame(0, everybody, {1: seen(0.2), 2: seen(0.4), 3: seen(29.0)}, closed=True, timeout=30.0)

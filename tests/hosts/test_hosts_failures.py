@@ -37,7 +37,8 @@ def test_a_host_that_is_killed_is_named_and_the_others_leave() -> None:
         hosts.kill(1)
         lines = say(launched, "node1 killed", launched.seconds_until_over([0, 2], killed))
     why = (
-        r"and a connection was closed: its processes were killed \(possibly out of memory\), or the host was shut down"
+        r"and a connection was closed: its processes were killed \(often out of memory\) or crashed, or the host was "
+        "shut down"
     )
     named = re.compile(rf"no heartbeat from node1 \(rank 1\) for \d+ s, {why}")
     assert any(named.search(line) for line in lines), lines

@@ -17,6 +17,7 @@ import zeroshard
 from tests.kit import PLANS, same_bits
 from tests.together import in_turn, on_ranks
 from zeroshard import handle as of_handle
+from zeroshard.comm.pending import Pending
 from zeroshard.full_model import give_back
 from zeroshard.layout.layout import BufferLayout
 from zeroshard.placement import SHARDED
@@ -199,6 +200,21 @@ class Vacates:
 
 def new_pool() -> Pool:
     return Pool(SimpleNamespace(device=torch.device("cpu"), transport=SimpleNamespace(memory=None)), None)  # type: ignore[arg-type]
+
+
+def test_an_exchange_that_is_interrupted_while_it_is_made_says_nothing_when_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An AttributeError of `__del__` was shown, "Exception ignored in"."""
+    ignored: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    owner = SimpleNamespace(messages=SimpleNamespace(failed=False, keep=lambda works: None))
+    for at in range(1, 20):
+        made: list[Pending] = []
+        if not interrupted_at(at, lambda made=made: made.append(Pending(owner)), "pending.py"):  # type: ignore[misc]
+            break
+    made.clear()
+    assert 5 < at < 19 and not ignored
 
 
 @pytest.mark.parametrize("kind", ["ring", "scratch"])

@@ -29,6 +29,8 @@ class Pending:
         flight: names it for timelines. None: it is a part of another collective, and waited for in that one's wait.
     """
 
+    _owner: Owner | None = None  # of the class, for `__del__`: an interrupt may end `__init__` at its first line
+
     def __init__(
         self,
         owner: Owner | None = None,
@@ -38,8 +40,9 @@ class Pending:
     ) -> None:
         """`announced`: compared before the works are waited for. `finish`: runs after them, and may return further
         works, which only `release` waits for. Without an owner the collective is finished: nothing had to move."""
-        self._owner, self._works, self._finish, self._announced = owner, works, finish, announced
+        self._works, self._finish, self._announced = works, finish, announced
         self._acknowledgements: Sequence[Any] = ()
+        self._owner = owner  # behind all that `__del__` reads
         self._look: Callable[[], None] | None = None
         self.at: Wait | None = None
         self.flight: Flight | None = None
@@ -125,8 +128,9 @@ class Pending:
         # gloo: a message whose receive no longer exists blocks its connection for all later messages, whatever their
         # tag ("Timed out waiting ... for send operation to complete"). So a result is waited for even if nobody uses
         # it. But not after a failure: then the messages may never come.
-        is_over = not (self._works or self._announced or self._acknowledgements)
-        if is_over or self._owner is None or self._owner.messages.failed:
+        if self._owner is None or self._owner.messages.failed:
+            return
+        if not (self._works or self._announced or self._acknowledgements):
             return
         # Not for what comes through pipes, which keep its receive; and not until the peers have read what this rank
         # gave: a peer says so when it waits for this exchange, or drops it. Garbage collection does that at another

@@ -15,7 +15,7 @@ from zeroshard.failures.processes import Who
 
 GIVING_UP = "giving up"
 OUTSIDE = "outside of the program's own lines"
-KILLED = "its processes were killed (possibly out of memory), or the host was shut down"
+KILLED = "its processes were killed (often out of memory) or crashed, or the host was shut down"
 _BEFORE_TIMEOUT = 0.75
 """The part of the timeout in which no wait that began with the silence has timed out: heartbeats come every eighth."""
 _NAMED = 16

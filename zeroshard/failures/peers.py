@@ -16,8 +16,11 @@ from zeroshard.failures.notices import Beat, Cause, Notices
 from zeroshard.failures.positions import HERE, Position, knot
 from zeroshard.failures.processes import Who
 
-_SEE_ELSEWHERE = "see its own output, and the exit status that the launcher reports"
-"""A peer is not a child process of this rank, so this rank cannot read its exit status."""
+_DIED = (
+    "killed, often out of memory; a crash in native code; or os._exit. See its own output, and the exit status that "
+    "the launcher reports"
+)
+"""A peer is not a child process of this rank, so this rank cannot read its exit status, which would tell them apart."""
 _LONGEST_PAUSE = 10.0
 _STOPPED_SECONDS = 10.0
 """How long a rank that was stopped while the store did not answer counts as stopped."""
@@ -87,8 +90,7 @@ class Peers:
         for rank, who in self.neighbours.items():
             # A rank whose work is done writes so before its process ends (`Watch.close`): without that, it has died.
             if who.state == "ended" and not self._notices.last_beats(store, [rank])[rank].is_last:
-                died = f"died without reporting an error (process {who.pid}; killed, possibly out of memory)"
-                return Cause(rank, f"{died}: {_SEE_ELSEWHERE}")
+                return Cause(rank, f"died without reporting an error (process {who.pid}): {_DIED}")
         return None
 
     def decide_who_looks(self, store: Store, *, is_stuck: bool) -> None:

@@ -100,7 +100,7 @@ class InFabric(ForEitherPackage):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         """Take the optimizer over, with its state. Collective."""
         sharded = self.sharding.take_over(optimizer)
-        self._optimizers.append(weakref.ref(sharded))
+        self._optimizers = [*(one for one in self._optimizers if one() is not None), weakref.ref(sharded)]
         return sharded
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
