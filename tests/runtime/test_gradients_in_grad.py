@@ -708,6 +708,10 @@ def scaled(rank: int, plan: str) -> None:
     ):
         with pytest.raises(RuntimeError, match=r"scaled or weighted.*optimizer\.clip_grad_norm_"):
             use()
+    # Under DDP a read was told that no rank holds the gradient in full.
+    why = r"scaled or weighted.*handle\.gradient\('0\.weight'\)" if plan is PLANS[0] else "no rank holds it in full"
+    with pytest.raises(RuntimeError, match=rf"clone on the gradient of 0\.weight: .*{why}"):
+        run.model[0].weight.grad.clone()
     run.optimizer.step()
     run = Run(rank, plan)
     run.optimizer.backward(run.loss(0), weight=float(rank + 1))

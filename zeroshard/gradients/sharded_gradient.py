@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from zeroshard.errors import InvalidState
 from zeroshard.model.absent import as_tensors, by_whom
 from zeroshard.model.outside_graphs import called_by_torch
-from zeroshard.storage.gradients import GradState
+from zeroshard.storage.gradients import Gradients, GradState
 from zeroshard.storage.unit import Unit
 
 T = TypeVar("T")
@@ -197,6 +197,10 @@ class ShardedGradient(Tensor):
             )
         if (told := by_whom(lambda parameter: isinstance(parameter.grad, ShardedGradient))) is not None:
             raise InvalidState(f"{what} on the gradient of {name}: {told}")
+        grads = self._unit.grads
+        in_full = isinstance(grads, Gradients) and grads.means_in_full and grads.state is GradState.REDUCED
+        if in_full and not self._visible.final:
+            self._refuse_factors(what)
         raise InvalidState(
             f"{what} on the gradient of {name}: no rank holds it in full. Its full values are handle.gradient({name!r})"
             f", new ones are set by handle.set_gradient({name!r}, values), both on every rank. Gradients are averaged "
@@ -223,7 +227,8 @@ class ShardedGradient(Tensor):
         raise InvalidState(
             f"{what} on the gradient of {self._name}: this step's losses were scaled or weighted, or some ranks have "
             "run out of inputs in a join that divides by the number of the others; so the gradient is not final until "
-            "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much"
+            "the step. Use optimizer.clip_grad_norm_ or optimizer.clip_grad_value_, which know by how much; its values "
+            f"without a scale are handle.gradient({self._name!r}) on every rank"
         )
 
 
