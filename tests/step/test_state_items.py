@@ -385,3 +385,20 @@ def test_state_of_another_class_trains_as_in_torch_or_is_refused_on_every_rank_a
 
     for found in run_ranks(check, 2):
         assert {"AdamW into amsgrad", "amsgrad into AdamW", "NAdam into AdamW"} <= {*found}
+
+
+@on_ranks(2)
+def test_state_with_items_of_other_shapes_is_told_as_that_of_another_class(rank: int) -> None:
+    """Of Adafactor for AdamW: the message was about the shape of `row_var`. A state of a model of other sizes is told
+    by its shapes, as before."""
+    plain, handle = make(Small), zeroshard.shard(make(Small), "zero1")
+    optimizer = zeroshard.ShardedOptimizer(handle, torch.optim.AdamW, lr=0.1)
+    for of_class, said in ((torch.optim.Adafactor, NOT_OF), (torch.optim.AdamW, r"state 'exp_avg' of .*: expected ")):
+        old = of_class(plain.parameters(), lr=0.1)
+        plain(data(0, 0)).backward()
+        old.step()
+        state_dict = old.state_dict()
+        for items in state_dict["state"].values() if of_class is torch.optim.AdamW else ():
+            items["exp_avg"] = torch.zeros(7, 7)
+        with pytest.raises(ValueError, match=said):
+            optimizer.load_state_dict(state_dict)

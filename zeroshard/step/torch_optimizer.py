@@ -174,9 +174,9 @@ class TorchOptimizer(torch.optim.Optimizer, Joinable):
                 f"broadcast_from_rank0=True. Found the keys {sorted(map(str, state_dict))}"
             )
         state = self.groups.state_by_parameter(state_dict)
-        self._steppers.expect_fitting(state)
         saved = [*map(options_in, state_dict["param_groups"])]
         expect_to_step(self._steppers.all, state, self.groups.options(), saved)
+        self._steppers.expect_fitting(state)  # behind that: of another class, items have other shapes as well
 
     def _expect_same(self, state_dict: dict[str, Any]) -> None:
         """Check that it fits, and is the same on every rank. Collective.
