@@ -232,6 +232,56 @@ def test_a_port_that_is_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None
             zeroshard.init()
 
 
+def told_another_place(rank: int, port: int) -> None:
+    launched(rank, 2, port, None)
+    zeroshard.init()
+    zeroshard.init()  # nothing has changed
+    told = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    for other in ({"RANK": str(1 - rank)}, {"WORLD_SIZE": "3"}, {"MASTER_PORT": str(port + 1)}):
+        os.environ |= told | other
+        with pytest.raises(InvalidState, match=f"is rank {rank} of 2 in a process group that it has joined before"):
+            zeroshard.init()
+    del os.environ["WORLD_SIZE"]  # as some libraries do at their end: this tells no place
+    zeroshard.init()
+    del os.environ["RANK"]  # a program without a launcher is a world of one
+    with pytest.raises(InvalidState, match="now to be rank 0 of 1: call"):
+        zeroshard.init()
+    os.environ |= told
+    zeroshard.init()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_process_that_is_told_another_place_does_not_keep_its_group() -> None:
+    """A worker of a pool waited for the ranks of the task before, or trained with them, in silence."""
+    run_ranks(told_another_place, 2, free_port())
+
+
+def fork_a_rank(rank: int) -> str:
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    zeroshard.init()
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        os.environ |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        try:
+            zeroshard.init()
+        except InvalidState as error:
+            os.write(writes, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writes)
+    with os.fdopen(reads) as told:
+        return told.read()
+
+
+def test_a_forked_process_does_not_train_alone_with_the_group_of_its_parent() -> None:
+    """As a notebook with `zeroshard.init()` in a cell before `notebook_launcher`: both ranks were rank 0 of 1."""
+    [told] = run_ranks(fork_a_rank, 1)
+    assert told.startswith("init: this process is rank 0 of 1 in") and "to be rank 1 of 2 at 127.0.0.1:1: call" in told
+
+
 def test_a_line_that_has_ended_takes_no_job() -> None:
     line = StoreLine(dist.HashStore(), lambda store: None, 0.5)
     line.close(lambda store: None, 60.0)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -55,8 +56,8 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         ValueError: a timeout that is not positive; a LOCAL_RANK for which there is no device; one GPU for two ranks; or
             as `launched`.
         TimeoutError: not all ranks have come within the timeout.
-        RuntimeError: whoever holds the store of the group has ended; or a rank has started this process, with its own
-            environment.
+        RuntimeError: whoever holds the store of the group has ended; a rank has started this process, with its own
+            environment; or the environment tells another rank than when this process joined its group.
     """
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
@@ -65,6 +66,8 @@ def init(backend: str | None = None, timeout: float | timedelta = DEFAULT_TIMEOU
         _expect_no_copy()
         watch.stop()  # of a group that the program has left: it holds the store, with that group's keys
         _join(backend, timeout)
+    else:
+        _expect_same_place()
     _mark()
     watch.start(is_new=is_new)
     device = device_for(default_group(), None)
@@ -79,13 +82,37 @@ _MARK = "ZEROSHARD_RANK_OF_PROCESS"
 """A rank tells the processes that it starts which rank it is: they inherit what it was told, too."""
 
 
+_known: tuple[weakref.ref[dist.ProcessGroup], list[str]] | None = None
+"""The group at the last call of `init`, and what was told then: to this process, or to the one that has forked it."""
+
+
 def _mark() -> None:
+    global _known
+    _known = weakref.ref(default_group()), _told()
     if dist.get_world_size() > 1 and "RANK" in os.environ:
         os.environ[_MARK] = json.dumps([os.getpid(), _told()])
 
 
 def _told() -> list[str]:
     return [os.environ.get(name, "") for name in _PLACE]
+
+
+def _expect_same_place() -> None:
+    """Raises:
+    RuntimeError: since this process joined its group (or the one that has forked it), it was told another place."""
+    if _known is None or _known[0]() is not default_group() or (told := _told()) == _known[1]:
+        return
+    has, place = (dist.get_rank(), dist.get_world_size()), told[:2] if any(told[:2]) else ["0", "1"]
+    is_elsewhere = has[1] > 1 and all(_known[1]) and all(told)  # another address, or another port
+    if not all(place) or (place == [*map(str, has)] and not is_elsewhere):  # one of the two alone tells no place
+        return
+    at = f" at {':'.join(told[2:])}" if all(told) else ""
+    raise InvalidState(
+        f"init: this process is rank {has[0]} of {has[1]} in a process group that it has joined before, and is told "
+        f"now to be rank {place[0]} of {place[1]}{at}: call torch.distributed.destroy_process_group() first. (A forked "
+        "process has the group of the one that has forked it: call it there, before the fork, or call init only in the "
+        "processes that are started)"
+    )
 
 
 def _expect_no_copy() -> None:
