@@ -7,7 +7,7 @@ Found with the classes of pytorch-optimizer 4.1.0: AdaNorm, AdaShift and AdamP t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +167,54 @@ def test_a_class_that_looks_at_shapes_gets_whole_parameters(way: str) -> None:
 
     for of_class in (Looks, WhenBuilt):
         assert granularity_of(of_class, {"lr": 0.1}, None, sharded=True) is Granularity.PARAMETER
+
+
+class ByList(OfAGradient):
+    """A number for each parameter of a group, in a list of the group."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, of_each: Sequence[float] = ()) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "of_each": of_each})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                p.sub_(p.grad, alpha=group["lr"] * (group["of_each"][place] if group["of_each"] else 1.0))
+
+
+class ByStack(torch.optim.Optimizer):
+    """Steps all parameters of one shape as a stack, whose norm it divides by."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, each: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "each": each})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for shape in {p.shape for p in group["params"]}:
+                alike = [p for p in group["params"] if p.shape == shape]
+                stack = torch.stack([p.grad for p in alike if p.grad is not None])
+                norm = stack.flatten(1).norm(dim=1) if group["each"] else stack.norm().expand(len(stack))
+                for p, values, by in zip(alike, stack, norm, strict=True):
+                    p.sub_(values / by, alpha=group["lr"])
+
+
+def test_a_list_for_the_parameters_of_a_group_is_seen() -> None:
+    """The trial has two parameters, and the first two numbers are equal: pieces had those of others, in silence."""
+    for groups in ([{"of_each": [1.0, 1.0, 0.5]}], [{"of_each": (1.0, 1.0, 1.0)}, {"of_each": (1.0, 1.0, 0.5)}]):
+        assert granularity_of(ByList, {}, None, groups=groups) is Granularity.PARAMETER
+        with pytest.raises(ValueError, match="depends on the others"):
+            granularity_of(ByList, {}, None, sharded=True, groups=groups)
+    equal = [{"of_each": [0.5, 0.5, 0.5]}]
+    assert granularity_of(ByList, {}, None, sharded=True, groups=equal) is Granularity.ELEMENT
+
+
+def test_a_class_that_combines_parameters_of_one_shape_is_refused_where_no_rank_has_all() -> None:
+    """The trial had matrices of different shapes only: each rank divided by the norm of its own, in silence."""
+    with pytest.raises(ValueError, match="depends on the others"):
+        granularity_of(ByStack, {}, None, sharded=True)
+    assert granularity_of(ByStack, {}, None) is Granularity.PARAMETER
+    assert granularity_of(ByStack, {"each": True}, None, sharded=True) is Granularity.PARAMETER
 
 
 def test_large_parameters_are_stepped_as_on_one_process() -> None:

@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,48 @@ def test_state_that_older_versions_of_a_class_have_saved_is_converted_as_in_torc
     """Step counts of torch before 1.12, and of others, are numbers: the first step raised, half done."""
     cases = ((torch.optim.AdamW, None), (torch.optim.NAdam, None), (torch.optim.AdamW, False), (Older, None))
     run_ranks(in_turn(of_older_versions, [*cases]), 2)
+
+
+class Newer(torch.optim.SGD):
+    """Its groups have an option since this version, and groups from before it another value than new ones."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("factor", 0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * group.get("factor", 1.0))
+                    if group["momentum"]:
+                        self.state[parameter]["seen"] = torch.ones_like(parameter)
+
+
+def of_newer_versions(rank: int, momentum: float) -> None:
+    expected = None
+    for plan in (None, *PLANS):
+        model = make(Small)
+        handle = zeroshard.shard(model, plan) if plan else None
+        built: Any = Newer if handle is None else partial(zeroshard.ShardedOptimizer, optimizer_class=Newer)
+        optimizer = built(model.parameters() if handle is None else handle, lr=0.01, momentum=momentum)
+        for step in range(2):
+            model(data(0, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.param_groups[0]["factor"] == 0.5
+        full = model.state_dict() if handle is None else handle.full_state_dict()
+        values = torch.cat([value.view(-1) for value in full.values()])
+        expected = values if expected is None else expected
+        assert torch.allclose(values, expected, atol=1e-6), plan
+
+
+def test_a_class_sees_that_it_is_loaded_also_without_state() -> None:
+    """It did not: in silence where no rank had state, and ranks had other options where some had."""
+    run_ranks(in_turn(of_newer_versions, [(0.0,), (0.9,)]), 2)
 
 
 class Late(torch.optim.SGD):

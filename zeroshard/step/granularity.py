@@ -34,6 +34,7 @@ from zeroshard.step.trials import (
     kept_beside_state,
     ones,
     shares_out,
+    stacks,
     steps_with_a_closure,
     steps_with_graphs,
     try_out,
@@ -83,11 +84,11 @@ def granularity_of(
     parameters: Sequence[Tensor] = (),
 ) -> Granularity:
     """The granularity of a class: as declared by `elementwise`; else from the list; else, for torchao's low-bit
-    classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices are
-    stepped together, one by one, and cut into pieces, and the results are compared. A class is taken to be elementwise
-    only if none of its operations combines elements either, if it does not look at shapes, and if it sees nothing of
-    these parameters that their pieces have not: a class of their own (geoopt's points on manifolds), or attributes that
-    it asks for.
+    classes, ELEMENT (elementwise in blocks of 256, which shards never cut); else by a trial: two small matrices (of one
+    shape, and of two) are stepped together, one by one, and cut into pieces, and the results are compared. A class is
+    taken to be elementwise only if none of its operations combines elements either, if it does not look at shapes, and
+    if it sees nothing of these parameters that their pieces have not: a class of their own (geoopt's points on
+    manifolds), or attributes that it asks for.
 
     Args:
         sharded: whether no rank steps all parameters.
@@ -229,7 +230,7 @@ def _by_trial(tried: Tried, *, sharded: bool) -> Granularity:
             f"{tried.name} cannot be sharded: it computes {min(found)[0]!r} of a param group from all parameters of "
             'the group, and no rank has them all. Use the plan "ddp"'
         )
-    if not are_close(together, one_by_one):
+    if not are_close(together, one_by_one) or stacks(tried):
         return _of_all_parameters(tried, together, sharded=sharded)
     try:
         cuts_alike = are_close(one_by_one, try_out(tried, cut=True))
@@ -309,7 +310,7 @@ def kinds_of(group: Options) -> dict[str, object]:
 
 def _kind_of(value: object) -> object:
     if isinstance(value, (tuple, list)):
-        return [_kind_of(one) for one in value]
+        return [_kind_of(one) for one in value], len({*map(str, value)}) > 1  # perhaps one for each parameter
     return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) and value else value
 
 

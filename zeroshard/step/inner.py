@@ -109,7 +109,7 @@ def where_torch_puts(key: str, value: Tensor, options: Options, device: torch.de
 def bring_up_to_date(optimizer: Any) -> None:
     """What `torch.optim.Optimizer.load_state_dict` does last: the class converts state that older versions of it have
     saved (step counts that were no tensors)."""
-    if optimizer.state and hasattr(optimizer, "__setstate__"):
+    if hasattr(optimizer, "__setstate__"):
         with suppress(KeyError, TypeError):  # an item is missing, or is no number: a step raises
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
