@@ -474,8 +474,9 @@ def _expect_of_handle(handle: Handle, number: int, parameters: Iterable[nn.Param
         if other is None:
             raise InvalidValue(
                 f"from_optimizer: param group {number} has a parameter of shape {tuple(parameter.shape)} that this "
-                "handle does not manage: make the optimizer over parameters of the model that shard() has got (and a "
-                "plain one, which stays plain, over those in ignored=)"
+                "handle does not manage: make the optimizer over parameters of the model that shard() has got, where a "
+                "parameter beside it has to be registered, as model.x = x (and a plain one, which stays plain, over "
+                "those in ignored=)"
             )
 
 
@@ -486,7 +487,8 @@ def _find_handle(
         handles = {id(one): one for one in map(handle_of, parameters)}
         if len(handles) > 1:
             strangers = ", ".join([str(tuple(p.shape)) for p in parameters if handle_of(p) is None][:3])
-            some = f"some to none, of the shapes {strangers}: a plain optimizer steps those of ignored="
+            some = f"some to none, of the shapes {strangers}: register these in the model before shard() (model.x = x)"
+            some += "; a plain optimizer steps those of ignored="
             raise InvalidValue(
                 f"the parameters belong to different handles ({some if strangers else len(handles)}): build one "
                 "ShardedOptimizer per handle, or shard the models together, as one nn.ModuleList. "
