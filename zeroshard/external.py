@@ -71,7 +71,7 @@ class EngineOfParameters(Engine):
         Collective; errors as of `shard_parameters`."""
         wanted = {name: parameter for name, parameter in _wanted(parameters).items() if handle_of(parameter) is None}
         found = self.collectives.by_rank(list(wanted), "a look at what requires grad")
-        first = self.collectives.mesh.world.ranks[0]
+        first = self.collectives.mesh.world.first
         for rank, theirs in found.items():
             if theirs != found[first]:
                 name = f"parameter number {min({*theirs} ^ {*found[first]}, key=int)}"

@@ -141,7 +141,7 @@ class _Load:
 
             @phase("load: compare")
             def compare_here() -> tuple[tuple[Reader, Compatibility], str]:
-                folders.expect_shared(folder, self.engine.collectives.mesh.world.ranks[0], "found")
+                folders.expect_shared(folder, self.engine.collectives.mesh.world.first, "found")
                 reader = stack.enter_context(Reader(folder))
                 reader.manifest = under_names_here(reader, self.engine)
                 found = compare(reader.manifest, self.engine, self.optimizers, self.extra, allow_rounding)

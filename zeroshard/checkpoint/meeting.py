@@ -179,7 +179,7 @@ class Meeting:
         self._delete([key for key in self._mine if key.partition("/")[0] != "verdict"])
         known = self._store.add("known", 1)
         if known == self.size - 1 and self.rank:
-            self._ring([self._ranks[0]])
+            self._ring([self.first])
         if known == self.size:
             counts = [f"reports-{leader}-False" for leader in (0, *self._leaders())]
             self._delete(["beat-0", "stop", "known", "reports-0-True", *counts, *self._keys_of_verdict()])

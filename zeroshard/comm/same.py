@@ -43,7 +43,7 @@ def expect_same(collectives: Collectives, values: Mapping[str, Any], what: str, 
     found = differing(by_rank)
     names = ", ".join(f"{name} (rank {', '.join(map(str, ranks))})" for name, ranks in list(found.items())[:SHOWN])
     raise InvalidValue(
-        f"{what}: other values than on rank {collectives.mesh.world.ranks[0]} in {names}"
+        f"{what}: other values than on rank {collectives.mesh.world.first} in {names}"
         f"{' and others' * (len(found) > SHOWN)}. {instead}"
     )
 
@@ -78,7 +78,7 @@ def expect_same_model(collectives: Collectives, lines: Sequence[str], what: str 
     if collectives.are_alike(lines, what):
         return
     by_rank = collectives.by_rank(lines, what)
-    first = collectives.mesh.world.ranks[0]
+    first = collectives.mesh.world.first
     for rank, theirs in by_rank.items():
         if theirs != by_rank[first]:
             pairs = zip([*by_rank[first], "(nothing more)"], [*theirs, "(nothing more)"], strict=False)

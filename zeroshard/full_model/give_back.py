@@ -60,7 +60,7 @@ def give_back(units: Sequence[Unit], collectives: Collectives, destination: Dest
     """Free these units, and give their parameters main's values in full. On ranks that the destination leaves out, the
     values are lost. Collective."""
     keeps = destination.includes(collectives.mesh.world.rank)
-    first = collectives.mesh.world.ranks[0]
+    first = collectives.mesh.world.first
     for unit in units:
         if unit.leaving is None:
             in_place = not unit.trainable and unit.weights.is_resting_in_full

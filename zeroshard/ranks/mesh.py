@@ -55,6 +55,11 @@ class Axis:
         """The global rank of this process."""
         return self.ranks[self.rank]
 
+    @property
+    def first(self) -> int:
+        """The global rank of the first member, which does what one of them does for all."""
+        return self.ranks[0]
+
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The other ranks, as ranks of this axis."""

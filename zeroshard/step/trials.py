@@ -75,12 +75,11 @@ def kept_beside_state(tried: Tried) -> set[str]:
     return set()
 
 
-def _first_two_differ(value: object) -> object:
+def _first_two_differ(value: Any) -> Any:
     """A list may have a number for each parameter of the group, and a trial has two: not the first two, if these are
     equal."""
-    if isinstance(value, (list, tuple)) and len(value) > 2 and _is_number(value[0]) and value[0] == value[1]:
-        others = sorted(value[1:], key=lambda one: one == value[0])
-        return type(value)([value[0], *others]) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple) and len(value) > 2 and _is_number(value[0]) and value[0] == value[1]:
+        return type(value)([value[0], *sorted(value[1:], key=lambda one: one == value[0])])
     return value
 
 
