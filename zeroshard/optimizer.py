@@ -487,8 +487,8 @@ def _find_handle(
         handles = {id(one): one for one in map(handle_of, parameters)}
         if len(handles) > 1:
             strangers = ", ".join([str(tuple(p.shape)) for p in parameters if handle_of(p) is None][:3])
-            some = f"some to none, of the shapes {strangers}: register these in the model before shard() (model.x = x)"
-            some += "; a plain optimizer steps those of ignored="
+            some = f"some to none, of the shapes {strangers}: a plain optimizer steps those of ignored="
+            some += "; register others in the model before shard(), as model.x = x"
             raise InvalidValue(
                 f"the parameters belong to different handles ({some if strangers else len(handles)}): build one "
                 "ShardedOptimizer per handle, or shard the models together, as one nn.ModuleList. "
