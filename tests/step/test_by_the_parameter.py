@@ -199,3 +199,71 @@ def test_parameters_in_the_arguments_of_a_class_are_refused(rank: int) -> None:
         with pytest.raises(ValueError, match="from_optimizer: the attribute slow is"):
             zeroshard.ShardedOptimizer.from_optimizer(handle, plain)
         assert zeroshard.ShardedOptimizer(handle, ByClass).param_groups
+
+
+class ByName(ByClass):
+    """`late`: it takes the names when it is built, else in each step."""
+
+    def __init__(self, params: Any, lr: float = 0.1, late: bool = False) -> None:
+        super().__init__(params, lr)
+        self.late = late
+        self.of_each = None if late else [[*zip(g["params"], g["param_names"], strict=True)] for g in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        of_each = self.of_each or [zip(g["params"], g["param_names"], strict=True) for g in self.param_groups]
+        for group, named in zip(self.param_groups, of_each, strict=True):
+            for p, name in named:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * (0.1 if "bias" in name else 1.0 + len(name)))
+
+
+class TakesNames(ByClass):
+    """And does not look at them."""
+
+
+def named_groups(model: nn.Module) -> list[dict[str, Any]]:
+    named = [*model.named_parameters()]
+    return [{"params": named[::-2]}, {"params": named[-2::-2], "lr": 0.05}]
+
+
+@on_ranks(2)
+def test_a_class_that_goes_by_names_finds_those_of_its_parameters(rank: int) -> None:
+    """Once a rank had the names of the whole group beside its own parameters, in silence, and the trial of the class a
+    KeyError."""
+    for of_class, late in ((ByName, False), (ByName, True), (TakesNames, None)):
+        options = {} if late is None else {"late": late}
+        plain = Model()
+        twin = of_class(named_groups(plain), **options)
+        for plan in PLANS:
+            plain.load_state_dict(Model().state_dict())
+            twin.state.clear()
+            model = Model()
+            handle = zeroshard.shard(model, plan)
+            optimizer = zeroshard.ShardedOptimizer(named_groups(model), of_class, **options)
+            for step in range(4):
+                if step == 2 and late:  # torch takes the names of a state_dict
+                    for one in (twin, optimizer):
+                        state = one.state_dict()
+                        state["param_groups"][0]["param_names"] = [*"abc"]
+                        one.load_state_dict(state)
+                torch.manual_seed(10 * step)
+                x = torch.randn(4, 5)
+                for net, one in ((plain, twin), (model, optimizer)):
+                    one.zero_grad()
+                    net(x).square().mean().backward()
+                    one.step()
+            assert largest_difference(handle.full_state_dict(), plain.state_dict()) < LAST_BITS, (of_class, plan)
+            assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in twin.param_groups]
+            if late:
+                for one in (twin, optimizer):
+                    one.param_groups[0]["param_names"] = [name for name, _ in named_groups(model)[0]["params"]]
+            handle.close()
+
+
+def test_names_alone_do_not_make_parameters_whole() -> None:
+    parameters, groups = [*Model().parameters()], [{"param_names": ["rows", "inner.weight"]}]
+    found = [granularity_of(one, {}, None, groups=groups, parameters=parameters[1:]) for one in (TakesNames, ByName)]
+    assert found == [Granularity.ELEMENT, Granularity.PARAMETER]
+    with pytest.raises(ValueError, match=r"elementwise=True, and ByName looks at attributes .*\(param_names\)"):
+        granularity_of(ByName, {}, True, groups=groups, parameters=parameters[1:])

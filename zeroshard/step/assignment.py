@@ -21,9 +21,17 @@ Groups = dict[Unit, list[int | None]]
 """Unit -> the param group of each slot (None: the slot belongs to another stepper, or to none)."""
 
 
+NAMES = "param_names"
+"""Where a param group has the names of its parameters, in their order, if they were passed with names."""
+
+
 def options_in(group: Mapping[str, Any]) -> Options:
     """The options of a param group: everything but its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def without_names(options: Mapping[str, Any]) -> Options:
+    return {key: value for key, value in options.items() if key != NAMES}
 
 
 def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -72,7 +80,7 @@ class Assignment:
         defaults: the keyword arguments that it is built with.
         options: index among all param groups of the optimizer -> hyper-parameters of the group.
         groups: the units and slots of the parameters; at least one.
-        places: id of a parameter -> its place in the user's param groups.
+        places: id of a parameter -> its place in the user's param group.
         collectives: of the ranks that step together.
     """
 

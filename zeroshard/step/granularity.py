@@ -7,11 +7,11 @@ same result however a parameter is cut. Muon, LAMB, LARS, Adafactor and Shampoo 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
+from itertools import chain, islice
 from typing import NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.gradients.settings import plain
 from zeroshard.model.absent import kind_of
 from zeroshard.optim import Lamb, Lars
-from zeroshard.step.assignment import Assignment, OptimizerClass, Options, options_in
+from zeroshard.step.assignment import NAMES, Assignment, OptimizerClass, Options, options_in, without_names
 from zeroshard.step.inner import expect_no_closure, trial
 from zeroshard.step.trials import (
     Outcome,
@@ -105,7 +105,7 @@ def granularity_of(
     declared = None if elementwise is None else Granularity.ELEMENT if elementwise else Granularity.PARAMETER
     if (listed := _listed(optimizer_class)) is not None:
         return declared or listed
-    tried = Tried(optimizer_class, options)
+    tried = Tried(optimizer_class, options, names=_names_in(groups))
     with trial():
         kinds = _of_kinds(tried, groups)
         if any(communicates(one) for one in kinds):
@@ -116,7 +116,7 @@ def granularity_of(
             return declared or Granularity.PARAMETER  # a trial could fail on one rank, and others would wait for it
         if declared is not Granularity.PARAMETER:
             _expect_all_in_state(kinds)
-        asked = asked_for(_attributes_of(parameters), kinds, parameters)
+        asked = asked_for(_attributes_of(parameters) | ({NAMES} if tried.names else set()), kinds, parameters)
         if declared is None:
             found = {_by_trial(tried, sharded=sharded), *(_of_group(one, sharded=sharded) for one in kinds[1:])}
             if asked or any(kind_of(parameter) is not nn.Parameter for parameter in parameters):
@@ -146,7 +146,8 @@ class Watched:
 
     def __init__(self, assignment: Assignment, elementwise: bool | None) -> None:
         """`elementwise`: as declared by the user. What needs no trial needs not be watched."""
-        self._tried = Tried(assignment.optimizer_class, assignment.defaults)
+        names = _names_in(assignment.options.values())
+        self._tried = Tried(assignment.optimizer_class, assignment.defaults, names=names)
         is_listed = _listed(assignment.optimizer_class) is not None
         is_tried = elementwise is None and not is_listed
         self._kinds = {i: kinds_of(group) for i, group in assignment.options.items()} if is_tried else {}
@@ -170,7 +171,7 @@ class Watched:
             if (kinds := kinds_of(groups[index])) == before:
                 continue
             with trial():
-                found = _of_group(replace(self._tried, of_group=options_in(groups[index])), sharded=False)
+                found = _of_group(replace(self._tried, of_group=_options(groups[index])), sharded=False)
             if found is Granularity.PARAMETER:
                 changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
                 raise InvalidValue(
@@ -182,7 +183,7 @@ class Watched:
             self._unasked.clear()  # with this option it may ask for others
         if names := _attributes_of(self._parameters) - self._unasked:
             with trial():
-                kinds_of_all = _of_kinds(self._tried, [options_in(groups[index]) for index in self._groups])
+                kinds_of_all = _of_kinds(self._tried, [groups[index] for index in self._groups])
                 asked = asked_for(names, kinds_of_all, self._parameters, once_built=True)
             if asked:
                 raise InvalidValue(
@@ -269,12 +270,12 @@ def _of_group(tried: Tried, *, sharded: bool) -> Granularity:
 def _of_kinds(tried: Tried, groups: Sequence[Options]) -> list[Tried]:
     """The class with its defaults; and with the options of each of the groups that differ from those of the class, and
     of the groups before, not only in numbers."""
-    first = tried.optimizer_class([torch.ones(4, 6, device="cpu")], **copy.deepcopy(tried.arguments)).param_groups[0]
+    first = tried.over([ones(4, 6)]).param_groups[0]
     seen, found = [kinds_of(first)], [tried]
     for group in groups:
         if (kinds := kinds_of(group)) not in seen:
             seen.append(kinds)
-            found.append(replace(tried, of_group=group))
+            found.append(replace(tried, of_group=_options(group)))
     return found
 
 
@@ -304,7 +305,7 @@ def _refuse_communicating(tried: Tried, why: str) -> NoReturn:
 
 def kinds_of(group: Options) -> dict[str, object]:
     """The options without the values of numbers; but 0, which may switch something off, is a value."""
-    kinds = {key: _kind_of(plain(value)) for key, value in group.items() if key not in ("params", "initial_lr")}
+    kinds = {key: _kind_of(plain(value)) for key, value in group.items() if key not in ("params", NAMES, "initial_lr")}
     return {key: kind for key, kind in kinds.items() if kind is not None}
 
 
@@ -332,6 +333,15 @@ def _expect_nothing_missing(tried: Tried, error: Exception) -> None:
             f"{tried.name} cannot be sharded: its step() differentiates the gradients (it needs "
             f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
         ) from error
+
+
+def _options(group: Options) -> Options:
+    return without_names(options_in(group))
+
+
+def _names_in(groups: Iterable[Options]) -> tuple[str, ...]:
+    """Of the first of their parameters; none, if they have no names."""
+    return tuple(islice(chain.from_iterable(group.get(NAMES, ()) for group in groups), 128))
 
 
 def _attributes_of(parameters: Iterable[Tensor]) -> set[str]:

@@ -24,7 +24,7 @@ from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.right_call import beside_step
 from zeroshard.model.trees import tensors_in
-from zeroshard.step.assignment import Assignment, Member, OptimizerClass, Options, options_in
+from zeroshard.step.assignment import NAMES, Assignment, Member, OptimizerClass, Options, options_in, without_names
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
@@ -39,10 +39,19 @@ class Inner:
         groups: index of the user's param group -> the inner optimizer's own group, with the hyper-parameters.
     """
 
-    def __init__(self, assignment: Assignment, tensors_of: Callable[[int], list[Tensor]]) -> None:
-        """`tensors_of`: the tensors that stand for the parameters of a group on this rank."""
+    def __init__(
+        self,
+        assignment: Assignment,
+        tensors_of: Callable[[int], list[Tensor]],
+        places_of: Callable[[int], list[int]] | None = None,
+    ) -> None:
+        """`tensors_of`: the tensors that stand for the parameters of a group on this rank; `places_of`: the places of
+        their parameters in the user's group. None: these are pieces, which have no names."""
         options = assignment.options
-        own_groups = [{**of_group, "params": tensors_of(index)} for index, of_group in options.items()]
+        self._places = {index: places_of(index) for index in options} if places_of else {}
+        own_groups = [
+            {**self._own_options(index, of_group), "params": tensors_of(index)} for index, of_group in options.items()
+        ]
         self.optimizer = assignment.optimizer_class(own_groups, **assignment.defaults)
         self.groups: dict[int, Options] = dict(zip(options, self.optimizer.param_groups, strict=True))
         self._assignment = assignment
@@ -60,17 +69,24 @@ class Inner:
         """Copy the hyper-parameters of the user's param groups (None: of all) into the inner groups."""
         for index in self.groups if indices is None else indices:
             group = self.groups[index]
-            for key, value in options[index].items():
+            for key, value in self._own_options(index, options[index]).items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, (int, float)):
                     # Not `fill_`: torch gives one tensor to all groups that take an option from the defaults.
                     group[key] = torch.full_like(group[key], value)  # a class that keeps a tensor expects one
-                elif key != "params":
+                else:
                     group[key] = value
+
+    def _own_options(self, index: int, options: Options) -> Options:
+        """The options of the user's param group `index`, with the names of those parameters that are here."""
+        own = without_names(options_in(options))
+        if NAMES in options and self._places:
+            own[NAMES] = [options[NAMES][place] for place in self._places[index]]
+        return own
 
     def write_options(self, options: Sequence[Options]) -> None:
         """Copy the inner groups' values back to the user's: some classes keep counts in their groups."""
         for index, group in self.groups.items():
-            options[index].update(options_in(group))
+            options[index].update(without_names(options_in(group)))
 
     def elementwise(self, group: int) -> dict[str, bool]:
         """See `is_elementwise_state`."""
@@ -229,10 +245,18 @@ def for_trial(options: Options) -> Options:
 
 
 def built_for_trial(
-    optimizer_class: OptimizerClass, arguments: Options, tensors: list[Tensor], of_group: Options | None = None
+    optimizer_class: OptimizerClass,
+    arguments: Options,
+    tensors: list[Tensor],
+    of_group: Options | None = None,
+    names: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """An instance over these tensors that can step. `of_group`: the options of their param group."""
-    params: list[Any] = tensors if of_group is None else [{**copy.deepcopy(of_group), "params": tensors}]
+    """An instance over these tensors that can step. `of_group`: the options of their param group; `names`: of the
+    tensors, if they have any."""
+    own = {NAMES: names} if names else {}
+    params: list[Any] = tensors
+    if of_group is not None or own:
+        params = [{**copy.deepcopy(of_group or {}), **own, "params": tensors}]
     optimizer: Any = optimizer_class(params, **copy.deepcopy(arguments))
     if callable(getattr(optimizer, "train", None)):  # schedule-free classes step only in training mode
         optimizer.train()
@@ -267,14 +291,16 @@ def expect_state_of_tensors(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def expect_no_reads(optimizer_class: OptimizerClass, defaults: Options, tensors: Sequence[Tensor]) -> None:
-    """Build the class over these tensors on the meta device, as a trial.
+def expect_no_reads(
+    optimizer_class: OptimizerClass, defaults: Options, tensors: Sequence[Tensor], names: Sequence[str] = ()
+) -> None:
+    """Build the class over these tensors on the meta device, as a trial. `names`: theirs, if they have any.
 
     Raises:
         ValueError: it reads their values. The tensors that a stepper builds it over get theirs in a step.
     """
     with _Reads(tensors) as reads:
-        optimizer_class([*tensors], **defaults)
+        optimizer_class([*zip(names, tensors, strict=True)] if names else [*tensors], **defaults)
     if reads.found:
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: it reads the values of parameters when it is built "

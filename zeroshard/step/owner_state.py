@@ -18,7 +18,7 @@ from zeroshard.layout.interval import Interval
 from zeroshard.layout.layout import Slot
 from zeroshard.layout.owners import balance, cost
 from zeroshard.placement import REPLICATED
-from zeroshard.step.assignment import Assignment, Member, Options
+from zeroshard.step.assignment import NAMES, Assignment, Member, Options
 from zeroshard.step.inner import Inner, bring_up_to_date, describe_together, expect_no_reads, where_torch_puts
 from zeroshard.step.stepper import FullState, Need, SavedState, SavedTensor, StateEntry, whole_entry
 
@@ -60,9 +60,9 @@ class OwnerState:
         shapes = [
             whole.stand_in(torch.empty(whole.slot.shape, dtype=whole.dtype, device="meta")) for whole in self.wholes
         ]
-        expect_no_reads(assignment.optimizer_class, assignment.defaults, shapes)
+        expect_no_reads(assignment.optimizer_class, assignment.defaults, shapes, self._names())
         self.values = {whole: whole.stand_in(value) for whole, value in self.allocate().items()}
-        self.inner = Inner(assignment, self._tensors_of)
+        self.inner = Inner(assignment, self._tensors_of, self._places_of)
 
     def allocate(self) -> dict[WholeParameter, Tensor]:
         """A tensor of zeros for each parameter that this rank owns."""
@@ -73,9 +73,22 @@ class OwnerState:
         }
 
     def _tensors_of(self, group: int) -> list[Tensor]:
+        return [self.values[whole] for whole in self._mine(group)]
+
+    def _places_of(self, group: int) -> list[int]:
+        return [self._place(whole) for whole in self._mine(group)]
+
+    def _mine(self, group: int) -> list[WholeParameter]:
         """In the user's order: some classes go by the place in the group, or add up over it."""
-        places, mine = self._assignment.places, [whole for whole in self.values if whole.group == group]
-        return [self.values[whole] for whole in sorted(mine, key=lambda whole: places[id(whole.parameter)])]
+        return sorted((whole for whole in self.values if whole.group == group), key=self._place)
+
+    def _place(self, whole: WholeParameter) -> int:
+        return self._assignment.places[id(whole.parameter)]
+
+    def _names(self) -> list[str]:
+        """Of all parameters; empty, if the user has given none."""
+        options = self._assignment.options
+        return [options[one.group][NAMES][self._place(one)] for one in self.wholes if NAMES in options[one.group]]
 
     def _state_of(self, whole: WholeParameter) -> dict[str, Any]:
         return self.inner.state_of(self.values[whole])

@@ -20,7 +20,7 @@ from zeroshard.model.trees import tensors_in
 from zeroshard.runtime.claims import Owner
 from zeroshard.runtime.engine import Engine
 from zeroshard.runtime.plain_model import names_by_id
-from zeroshard.step.assignment import OptimizerClass, Options, options_in
+from zeroshard.step.assignment import NAMES, OptimizerClass, Options, options_in
 from zeroshard.step.by_group import class_of_kind, filled_up
 from zeroshard.step.granularity import kinds_of
 from zeroshard.step.stepper import FullState
@@ -332,7 +332,7 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
         ValueError: it cannot be made over a list of parameters.
     """
     try:
-        optimizer = optimizer_class([torch.zeros(2, 2, device="cpu")], **options)
+        optimizer = _over_one(optimizer_class, options)
     except (AssertionError, AttributeError, LookupError, RuntimeError) as error:  # not what checks of options raise
         raise InvalidValue(
             f"{optimizer_class.__name__} cannot be sharded: over a list of parameters it raised {error!r}. A class "
@@ -347,6 +347,16 @@ def defaults_of(optimizer_class: OptimizerClass, options: Options) -> Options:
             "torch.optim.Optimizer and does all of the work in its own step()"
         )
     return optimizer.defaults
+
+
+def _over_one(optimizer_class: OptimizerClass, options: Options) -> torch.optim.Optimizer:
+    tensor: Any = torch.zeros(2, 2, device="cpu")
+    try:
+        return optimizer_class([tensor], **options)
+    except KeyError as error:
+        if error.args != (NAMES,):
+            raise
+        return optimizer_class([("weight", tensor)], **options)
 
 
 def _as_number(value: Any) -> Any:

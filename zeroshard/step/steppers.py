@@ -349,7 +349,7 @@ def _build(groups: ParamGroups, engine: Engine) -> list[Stepper]:
             continue
         defaults, of_mine = classes.options_of(mine[0]), {index: options[index] for index in mine}
         parameters = [parameter for index in mine for parameter in groups.lists[index]["params"]]
-        places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        places = {id(one): place for index in mine for place, one in enumerate(groups.lists[index]["params"])}
         assignment = Assignment(optimizer_class, defaults, of_mine, by_unit, places, engine.collectives)
         granularity = granularity_of(
             optimizer_class,

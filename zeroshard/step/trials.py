@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,26 +19,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zeroshard.model.trees import tensors_in
-from zeroshard.step.assignment import OptimizerClass, Options
+from zeroshard.step.assignment import NAMES, OptimizerClass, Options
 from zeroshard.step.inner import built_for_trial, expect_state_of_tensors, run_step, stepped_for_trial
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A class that is tried out, with its arguments and the options of a param group (None: its defaults)."""
+    """A class that is tried out, with its arguments, the options of a param group (None: its defaults), and names for
+    its parameters, if the user's have any."""
 
     optimizer_class: OptimizerClass
     arguments: Options
     of_group: Options | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.optimizer_class.__name__
 
-    def over(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
-        """An instance over these tensors that can step."""
+    def over(self, tensors: list[Tensor], asked: set[str] | None = None) -> torch.optim.Optimizer:
+        """An instance over these tensors that can step. `asked`: gets `NAMES` if the class looks at names."""
         of_group = self.of_group and {key: _first_two_differ(value) for key, value in self.of_group.items()}
-        return built_for_trial(self.optimizer_class, self.arguments, tensors, of_group)
+        names = _Names([*islice(cycle(self.names), len(tensors))], set() if asked is None else asked)
+        return built_for_trial(self.optimizer_class, self.arguments, tensors, of_group, names)
 
     def stepped(self, tensors: list[Tensor], steps: int = 1) -> torch.optim.Optimizer:
         """An instance over these tensors that has stepped."""
@@ -223,7 +227,8 @@ def asked_for(
     names: Collection[str], kinds: Sequence[Tried], parameters: Sequence[Tensor], *, once_built: bool = False
 ) -> list[str]:
     """Those of the names for which the class looks as an attribute of tensors that it steps (which have none here), of
-    as many dimensions as the parameters. `once_built`: for which its steps look."""
+    as many dimensions as the parameters; or `NAMES`, if it looks at the names of these. `once_built`: for which its
+    steps look."""
     asked, dims = set[str](), {parameter.ndim for parameter in parameters} if names else ()
 
     class Asked(Tensor):
@@ -243,13 +248,29 @@ def asked_for(
             tensor.__class__ = Asked
             with suppress(Exception):  # other trials tell of it
                 before = set(asked)
-                optimizer = one.over([tensor])
+                optimizer = one.over([tensor], asked)
                 if once_built:
                     asked &= before
                 for gradient in _gradients(tensor.numel()):
                     tensor.grad = gradient.view(tensor.shape)
                     run_step(optimizer)
     return sorted(asked.intersection(names))
+
+
+class _Names(list[str]):
+    """Names of parameters; notes that they are looked at."""
+
+    def __init__(self, names: Sequence[str], asked: set[str]) -> None:
+        super().__init__(names)
+        self._asked = asked
+
+    def __iter__(self) -> Iterator[str]:
+        self._asked.add(NAMES)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._asked.add(NAMES)
+        return super().__getitem__(index)
 
 
 class _Noting(dict[str, Any]):
