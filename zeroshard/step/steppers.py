@@ -328,7 +328,7 @@ def expect_to_step(
             if raised := step_raises(stepper.assignment, options[group], saved[group], items, shape):
                 name, has = stepper.assignment.optimizer_class.__name__, ", ".join(map(str, items)) or "nothing"
                 raise InvalidValue(
-                    f"this is not the state of {name}, whose step would raise {raised} (as in plain torch); of "
+                    f"this is not the state of {name}, whose step would raise {raised}; of "
                     f"{member.slot.name} it has {has}. Load it into an optimizer of the class and the options that "
                     "it is of (amsgrad=, momentum=), or leave it out. Nothing has been loaded"
                 )
