@@ -377,6 +377,42 @@ def test_what_only_some_parameters_have_stays_with_these(rank: int) -> None:
         assert sum("average" in items for items in found) == 2
 
 
+class Scalars(nn.Module):
+    """Two parameters of no dimensions, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift).square().mean()
+
+
+@on_ranks(2)
+def test_moments_that_loaded_options_add_are_those_of_parameters_without_dimensions(rank: int) -> None:
+    """They were taken for counts, and the next step raised on the rank that has the parameters."""
+    for of_class, added in ((torch.optim.Adam, {"amsgrad": True}), (torch.optim.RMSprop, {"centered": True})):
+        for plan in PLANS:
+            model, plain = Scalars().to(DEVICE), Scalars().to(DEVICE)
+            handle = zeroshard.shard(model, plan)
+            twin = of_class(plain.parameters(), lr=0.1, **added)
+            optimizer: Any = None
+            for step in range(4):
+                if step == 2:
+                    optimizer = zeroshard.ShardedOptimizer(handle, of_class, lr=0.1)
+                    handle.load_full_state_dict(plain.state_dict())
+                    optimizer.load_state_dict(twin.state_dict())
+                for net, one in ((plain, twin), (model, optimizer))[: 1 if step < 2 else 2]:
+                    one.zero_grad()
+                    net(data(0, step)).backward()
+                    one.step()
+            found = optimizer.state_dict()
+            assert found["param_groups"][0][next(iter(added))] is True
+            torch.testing.assert_close(found["state"], twin.state_dict()["state"])
+            assert close(handle.full_state_dict(), plain.state_dict()), (of_class, plan)
+            handle.close()
+
+
 NOT_OF = r"this is not the state of .*, whose step would raise .*; of "
 OF_CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

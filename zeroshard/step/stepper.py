@@ -253,7 +253,8 @@ def as_saved(
     `as_main`: give state the dtype in which it is loaded, see `_loaded_dtype`.
 
     For a parameter of one element, moments and step counts look alike. The class decides; or, if it does not know the
-    key, the shape that the item has for parameters of many elements.
+    key (with the options of before a load), the shape that the item has for parameters of many elements. If there are
+    none, it is a moment of a 0-d parameter: options add moments (`amsgrad`, `centered`) rather than counts.
 
     Raises:
         ValueError: an item has another shape.
@@ -267,11 +268,12 @@ def as_saved(
     saved: dict[Tensor, dict[str, Any]] = {}
     for member in members:
         of_class, items, slot = stepper.state.elementwise(member.group), dict[str, Any](), member.slot
+        is_moment = bool(of_class) and not slot.shape
         saved[member.parameter] = items
         for key, value in state[member.parameter].items():
             items[key] = value
             if isinstance(value, Tensor):
-                if value.numel() == 1 and not of_class.get(key, seen.get(key, value.dim() > 0)):
+                if value.numel() == 1 and not of_class.get(key, seen.get(key, is_moment or value.dim() > 0)):
                     continue
                 if not stepper.state.fits(slot, tuple(value.shape)):
                     raise InvalidValue(
