@@ -712,7 +712,10 @@ def scaled(rank: int, plan: str) -> None:
     why = r"scaled or weighted.*handle\.gradient\('0\.weight'\)" if plan is PLANS[0] else "no rank holds it in full"
     with pytest.raises(RuntimeError, match=rf"clone on the gradient of 0\.weight: .*{why}"):
         run.model[0].weight.grad.clone()
+    kept = run.model[0].weight.grad
     run.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"gradient of 0\.weight: its memory is freed by a step or zero_grad"):
+        kept.sum()
     run = Run(rank, plan)
     run.optimizer.backward(run.loss(0), weight=float(rank + 1))
     with pytest.raises(RuntimeError, match=r"scaled or weighted"):

@@ -198,6 +198,11 @@ class ShardedGradient(Tensor):
         if (told := by_whom(lambda parameter: isinstance(parameter.grad, ShardedGradient))) is not None:
             raise InvalidState(f"{what} on the gradient of {name}: {told}")
         grads = self._unit.grads
+        if grads.state is GradState.EMPTY:
+            raise InvalidState(
+                f"{what} on the gradient of {name}: its memory is freed by a step or zero_grad. Read gradients between "
+                f"backward and step: p.grad, or handle.gradient({name!r}) on every rank"
+            )
         in_full = isinstance(grads, Gradients) and grads.means_in_full and grads.state is GradState.REDUCED
         if in_full and not self._visible.final:
             self._refuse_factors(what)
