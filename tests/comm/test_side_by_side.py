@@ -430,16 +430,29 @@ def test_a_rank_that_cannot_map_makes_all_ranks_raise_and_nothing_is_left(fails:
 
 
 def test_a_rank_that_may_not_make_shared_memory_exchanges_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a sandbox that forbids it. `shard` raised on that rank, and the others waited for it."""
+    """In a sandbox that forbids it, and where there is no /proc. `shard` raised on that rank, and the others waited for
+    it."""
 
-    def check(rank: int, is_allowed: bool) -> Any:
+    def check(rank: int, lacks: str) -> Any:
         def forbidden(name: str) -> int:
             raise PermissionError(errno.EPERM, "Operation not permitted")
 
-        if rank == 1 and not is_allowed:
-            monkeypatch.setattr(os, "memfd_create", forbidden)
-        assert Collectives(Mesh.of(None), CommLog()).transport.reads_peers == is_allowed
+        def without_proc(path: str, **options: Any) -> Any:
+            raise RuntimeError(f"unable to open file <{path}> in read-write mode: No such file or directory (2)")
+
+        if rank == 1 and lacks:
+            where, name, fails = {
+                "permission": (os, "memfd_create", forbidden),
+                "/proc": (torch, "from_file", without_proc),
+            }[lacks]
+            monkeypatch.setattr(where, name, fails)
+            files = descriptors()
+            with pytest.raises((PermissionError, RuntimeError)):
+                SharedMemory().allocate(8)
+            assert descriptors() == files
+        assert Collectives(Mesh.of(None), CommLog()).transport.reads_peers == (not lacks)
         return kit.train(Job(steps=2), zeroshard.ZERO3, rank).weights
 
-    by_messages, shared = run_ranks(check, 2, False), run_ranks(check, 2, True)
-    assert all(same_bits(a, b) for a, b in zip(by_messages, shared, strict=True))
+    shared, *others = (run_ranks(check, 2, lacks) for lacks in ("", "permission", "/proc"))
+    for by_messages in others:
+        assert all(same_bits(a, b) for a, b in zip(by_messages, shared, strict=True))

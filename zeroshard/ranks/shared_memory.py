@@ -85,7 +85,10 @@ class SharedMemory:
         if not num_bytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         segment, fd = self.create(num_bytes)
-        tensor = self.map(segment, fd, num_bytes)
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
+            tensor = self.map(segment, fd, num_bytes)
+            undo.pop_all()
         # Peers open the descriptor through /proc when they first need it. Their mappings stay valid after the close.
         close = weakref.finalize(tensor, os.close, fd)
         address = tensor.untyped_storage().data_ptr()

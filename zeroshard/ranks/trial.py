@@ -35,7 +35,7 @@ class Probe:
             self._segment = shared.allocate(8 * num_ranks)
         except SystemRefused:
             raise
-        except (OSError, AttributeError):  # the system has no such memory, or a sandbox forbids it: nobody finds it
+        except (OSError, RuntimeError, AttributeError):  # the system has no such memory, or no /proc: nobody finds it
             pass
         self._slots = self._segment.view(torch.int64)
         if self._slots.numel():
