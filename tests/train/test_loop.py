@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -35,7 +36,7 @@ from zeroshard.testing import run_ranks
 from zeroshard.train import loop, telling
 from zeroshard.train.config import Config, ParallelConfig, ScheduleConfig, UserError, resolve, value_of, with_values
 from zeroshard.train.language import Language, build_language
-from zeroshard.train.loop import Outcome, seed_of, train
+from zeroshard.train.loop import Outcome, process_memory, seed_of, train
 from zeroshard.train.planned import Place, configuration_of, language_of
 from zeroshard.train.ranks import joined
 from zeroshard.train.resume import Found, Position
@@ -867,3 +868,17 @@ def test_learning_rate_warms_up_and_follows_a_cosine() -> None:
 def test_seeds_differ_by_step_and_rank() -> None:
     seeds = {seed_of(0, step, rank) for step in range(20) for rank in range(4)} | {seed_of(1, 0, 0)}
     assert len(seeds) == 81
+
+
+def test_without_proc_the_memory_of_a_process_is_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil raises there, and with it the first record of a run."""
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    now, peak = process_memory(ranks)
+    assert 0 < now <= peak
+
+    def no_such_process(pid: int | None = None) -> Any:
+        raise psutil.NoSuchProcess(os.getpid())
+
+    monkeypatch.setattr(psutil, "Process", no_such_process)
+    now, peak = process_memory(ranks)
+    assert 0 < now == peak

@@ -275,6 +275,9 @@ def process_memory(ranks: Ranks) -> tuple[int, int]:
     """Bytes now and at the peak: allocated by torch on the GPU, or the resident memory of the process on a CPU."""
     if ranks.device.type == "cuda":
         return torch.cuda.memory_allocated(ranks.device), torch.cuda.max_memory_allocated(ranks.device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    now = psutil.Process().memory_info().rss
-    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        now = psutil.Process().memory_info().rss
+    except psutil.Error:  # no /proc (a chroot)
+        now = peak
+    return now, max(now, peak)
