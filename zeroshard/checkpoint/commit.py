@@ -81,7 +81,8 @@ class Job:
         try:
             folders.expect_shared(self.folder, self.meeting.first, "made")
             file = file_name(self.meeting.rank)
-            entry = write_with_index(self.folder / file, self.plan, self.meeting.beat)
+            with refused.naming(self.folder / file):  # a full disk or quota may be told by a write, or by fsync
+                entry = write_with_index(self.folder / file, self.plan, self.meeting.beat)
             self.meeting.report(part_of(self.plan, entry, self.meeting.rank))
         except Stopped:
             self.meeting.report()
@@ -89,13 +90,13 @@ class Job:
             failure = error
             self.meeting.report(error=in_words(error))
         try:
-            verdict, refused = self._conclude() if self.meeting.rank == 0 else (self.meeting.verdict(), None)
+            verdict, on_commit = self._conclude() if self.meeting.rank == 0 else (self.meeting.verdict(), None)
         finally:
             if self.opened is not None:
                 files.unlock(self.opened.lock)
         if failure is not None and not isinstance(failure, Exception):
             raise failure  # KeyboardInterrupt: only now, after the other ranks have been told
-        cause = failure or refused
+        cause = failure or on_commit
         if verdict:
             raise (NotWritten if isinstance(cause, OSError) else CheckpointError)(verdict) from cause
 
@@ -112,7 +113,8 @@ class Job:
             expect_readable(len(data))
             # The last file to be written: a folder without a manifest is not a checkpoint, so a crash before this line
             # leaves nothing that could be loaded. `publish` then gives the folder its name, which commits it.
-            files.write_new(self.folder / MANIFEST_NAME, data)
+            with refused.naming(self.folder / MANIFEST_NAME):
+                files.write_new(self.folder / MANIFEST_NAME, data)
             ours = folders.identity(self.folder)
             self.meeting.beat()
             assert self.opened is not None, "rank 0"

@@ -29,10 +29,10 @@ def in_words(error: OSError) -> str:
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Raises:
-    OSError: in place of one inside that names no file (a full disk), or a temporary one."""
+    OSError: one inside, which may have named no file (a full disk), or a temporary one."""
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # one of zeroshard
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if error.errno is not None:  # else one of zeroshard
+            error.filename = str(path)
+        raise
