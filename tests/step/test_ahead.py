@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -537,6 +538,64 @@ def test_a_clip_that_the_device_could_not_make_is_not_lost_in_a_later_backward()
     """The host makes it behind the reduction of what was set by hand, but not once a backward has added to it."""
     with timed_ranks("late"):
         run_ranks(clipped_beside_a_gradient_by_hand, 2)
+
+
+def two_that_clip_beside_a_gradient_by_hand(rank: int, plan: str, of_second: bool) -> tuple[list[list[str]], State]:
+    """The second of two optimizers clips what the first one reduces by hand in its step."""
+    with queued(), travelling("native"):
+        model = make(Net)
+        handle = zeroshard.shard(model, plan, units=Block)
+        parameters = [*model.parameters()]
+        optimizers = [
+            zeroshard.ShardedOptimizer(parameters[at::2], torch.optim.SGD, lr=0.1, fused=True) for at in range(2)
+        ]
+        found = []
+        for step in range(AT + 1):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss_of_tokens(model, rank, 0, step).backward()
+            if step == AT:
+                parameter = parameters[of_second]
+                parameter.grad = torch.full(parameter.shape, 1.0 + rank, device=DEVICE)
+            for optimizer in optimizers:
+                optimizer.clip_grad_norm_(0.1)
+            with recorded() as called:
+                for optimizer in optimizers:
+                    optimizer.step()
+            found.append(called)
+        return found, handle.full_state_dict()
+
+
+def clipped_in_plain_torch(rank: int, of_second: bool) -> State:
+    model = make(Net)
+    parameters = [*model.parameters()]
+    optimizers = [torch.optim.SGD(parameters[at::2], lr=0.1) for at in range(2)]
+    for step in range(AT + 1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of_tokens(model, rank, 0, step).backward()
+        for parameter in parameters:
+            if step == AT and parameter is parameters[of_second]:
+                parameter.grad = torch.full(parameter.shape, 1.0 + rank, device=DEVICE)
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+        for at, optimizer in enumerate(optimizers):
+            torch.nn.utils.clip_grad_norm_(parameters[at::2], 0.1)
+            optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("of_second", [False, True])
+def test_a_gradient_by_hand_is_clipped_by_the_second_of_two_optimizers(of_second: bool) -> None:
+    """The reduction of the first one wrote it once more, behind the second one's clip, in silence."""
+    (expected, _) = run_ranks(clipped_in_plain_torch, 2, of_second)
+    for plan in ("ddp", "zero2"):
+        with timed_ranks("late"):
+            ((calls, state), _) = run_ranks(two_that_clip_beside_a_gradient_by_hand, 2, plan, of_second)
+        assert calls[AT - 1].count("update ahead") == 2
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=f"{plan} {name}")
 
 
 ALONE = ("nothing", "weighted", "scaled", "a NaN, raised", "an overflow", "no weight", "no gate anywhere")

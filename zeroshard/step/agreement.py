@@ -188,7 +188,7 @@ class Agreement:
                 norms = self.own_norms.exactly_of(asked.gradients, asked.norm_type)
                 control = exchange_norms(self._engine.collectives, control, norms)
             if Status.BY_HAND in control.status and not _REFUSED.intersection(control.status):
-                self._engine.reducer.reduce_by_hand(asked.by_hand)
+                self._reduce_by_hand(asked.by_hand)
                 self.ahead.forget()
                 self._ask(asked.settings[-1], asked.norm_type, needs_host=True)
                 return self.answer()
@@ -201,6 +201,12 @@ class Agreement:
         if self.clipping.awaits_norm:
             self.limit()
         return asked.control
+
+    def _reduce_by_hand(self, terms: ByHand) -> None:
+        # First: a clip of another optimizer that waits for its norm reduces these, too, and clips those that are its.
+        self._engine.reducer.visible.apply_clips()
+        waiting = self._engine.reducer.notice()
+        self._engine.reducer.reduce_by_hand({at: term for at, term in terms.items() if at in waiting})
 
     def limit(self) -> float:
         """Clip by the norm in the last answer. Returns it: of the mean gradient, as earlier clips have left it."""
