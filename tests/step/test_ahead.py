@@ -540,7 +540,9 @@ def test_a_clip_that_the_device_could_not_make_is_not_lost_in_a_later_backward()
         run_ranks(clipped_beside_a_gradient_by_hand, 2)
 
 
-def two_that_clip_beside_a_gradient_by_hand(rank: int, plan: str, of_second: bool) -> tuple[list[list[str]], State]:
+def two_that_clip_beside_a_gradient_by_hand(
+    rank: int, plan: str, of_second: bool, is_read: bool
+) -> tuple[list[list[str]], State]:
     """The second of two optimizers clips what the first one reduces by hand in its step."""
     with queued(), travelling("native"):
         model = make(Net)
@@ -559,6 +561,8 @@ def two_that_clip_beside_a_gradient_by_hand(rank: int, plan: str, of_second: boo
                 parameter.grad = torch.full(parameter.shape, 1.0 + rank, device=DEVICE)
             for optimizer in optimizers:
                 optimizer.clip_grad_norm_(0.1)
+            if is_read and step == AT:
+                handle.gradient([name for name, _ in model.named_parameters()][of_second])
             with recorded() as called:
                 for optimizer in optimizers:
                     optimizer.step()
@@ -586,13 +590,14 @@ def clipped_in_plain_torch(rank: int, of_second: bool) -> State:
     return model.state_dict()
 
 
+@pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("of_second", [False, True])
-def test_a_gradient_by_hand_is_clipped_by_the_second_of_two_optimizers(of_second: bool) -> None:
-    """The reduction of the first one wrote it once more, behind the second one's clip, in silence."""
+def test_a_gradient_by_hand_is_clipped_by_the_second_of_two_optimizers(of_second: bool, is_read: bool) -> None:
+    """The reduction of the first one, or of `handle.gradient`, wrote it once more, behind the clip, in silence."""
     (expected, _) = run_ranks(clipped_in_plain_torch, 2, of_second)
     for plan in ("ddp", "zero2"):
         with timed_ranks("late"):
-            ((calls, state), _) = run_ranks(two_that_clip_beside_a_gradient_by_hand, 2, plan, of_second)
+            ((calls, state), _) = run_ranks(two_that_clip_beside_a_gradient_by_hand, 2, plan, of_second, is_read)
         assert calls[AT - 1].count("update ahead") == 2
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=f"{plan} {name}")

@@ -16,8 +16,8 @@ from zeroshard.storage.unit import Unit
 def full_gradient(engine: Engine, name: str) -> Tensor:
     """See `Handle.gradient`."""
     unit, index, grads = _find(engine, name, "gradient")
+    engine.reducer.visible.apply_clips()  # first: one that waits for its norm reduces what is set by hand
     own_term = engine.reducer.notice().get((unit.index, index))
-    engine.reducer.visible.apply_clips()
     is_by_hand = engine.collectives.count(own_term is not None, "gradient") > 0
     _expect(engine, "gradient", name, grads, may_be_empty=is_by_hand)
     if is_by_hand:
