@@ -116,7 +116,7 @@ class Training:
     def change(self, actions: list[str]) -> None:
         """Between backward and step."""
         amount = self.chosen.random()
-        if "clip value" in actions:
+        if "clip value" in actions and "by hand" not in actions:  # refused until these are averaged
             for optimizer in self.optimizers:
                 optimizer.clip_grad_value_(1e-3 + amount / 100)
         if "state" in actions:
