@@ -30,8 +30,9 @@ def options_in(group: Mapping[str, Any]) -> Options:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def without_names(options: Mapping[str, Any]) -> Options:
-    return {key: value for key, value in options.items() if key != NAMES}
+def common_options_in(group: Mapping[str, Any]) -> Options:
+    """The options that hold for all parameters of a param group: without these, and without their names."""
+    return {key: value for key, value in group.items() if key not in ("params", NAMES)}
 
 
 def numbered(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from zeroshard.errors import InvalidValue
 from zeroshard.gradients.settings import plain
 from zeroshard.model.absent import kind_of
 from zeroshard.optim import Lamb, Lars
-from zeroshard.step.assignment import NAMES, Assignment, OptimizerClass, Options, options_in, without_names
+from zeroshard.step.assignment import NAMES, Assignment, OptimizerClass, Options, common_options_in
 from zeroshard.step.inner import expect_no_closure, trial
 from zeroshard.step.trials import (
     Outcome,
@@ -171,7 +171,7 @@ class Watched:
             if (kinds := kinds_of(groups[index])) == before:
                 continue
             with trial():
-                found = _of_group(replace(self._tried, of_group=_options(groups[index])), sharded=False)
+                found = _of_group(replace(self._tried, of_group=common_options_in(groups[index])), sharded=False)
             if found is Granularity.PARAMETER:
                 changed = ", ".join(key for key, kind in kinds.items() if before.get(key, ...) != kind)
                 raise InvalidValue(
@@ -275,7 +275,7 @@ def _of_kinds(tried: Tried, groups: Sequence[Options]) -> list[Tried]:
     for group in groups:
         if (kinds := kinds_of(group)) not in seen:
             seen.append(kinds)
-            found.append(replace(tried, of_group=_options(group)))
+            found.append(replace(tried, of_group=common_options_in(group)))
     return found
 
 
@@ -333,10 +333,6 @@ def _expect_nothing_missing(tried: Tried, error: Exception) -> None:
             f"{tried.name} cannot be sharded: its step() differentiates the gradients (it needs "
             f"loss.backward(create_graph=True)), and those that zeroshard keeps have no graphs: it raises {error!r}"
         ) from error
-
-
-def _options(group: Options) -> Options:
-    return without_names(options_in(group))
 
 
 def _names_in(groups: Iterable[Options]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from zeroshard.errors import InvalidState, InvalidType, InvalidValue
 from zeroshard.model.absent import as_tensors
 from zeroshard.model.right_call import beside_step
 from zeroshard.model.trees import tensors_in
-from zeroshard.step.assignment import NAMES, Assignment, Member, OptimizerClass, Options, options_in, without_names
+from zeroshard.step.assignment import NAMES, Assignment, Member, OptimizerClass, Options, common_options_in, options_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 READING = "optimizer.state, optimizer.state_dict(), or what reads them"
@@ -78,7 +78,7 @@ class Inner:
 
     def _own_options(self, index: int, options: Options) -> Options:
         """The options of the user's param group `index`, with the names of those parameters that are here."""
-        own = without_names(options_in(options))
+        own = common_options_in(options)
         if NAMES in options and self._places:
             own[NAMES] = [options[NAMES][place] for place in self._places[index]]
         return own
@@ -86,7 +86,7 @@ class Inner:
     def write_options(self, options: Sequence[Options]) -> None:
         """Copy the inner groups' values back to the user's: some classes keep counts in their groups."""
         for index, group in self.groups.items():
-            options[index].update(without_names(options_in(group)))
+            options[index].update(common_options_in(group))
 
     def elementwise(self, group: int) -> dict[str, bool]:
         """See `is_elementwise_state`."""
